@@ -7,45 +7,35 @@ from typing import Any, NamedTuple
 
 from bayesadam.bandits.settings import AgentSettings, HybridSettings
 from bayesadam.errors import SettingError
+from experiments import networks
 from experiments.facts import FACTS
-from experiments.networks import (
-    BadamSettings,
-    Buffer,
-    EachRun,
-    GreedySettings,
-    NetworkLearner,
-    NetworkSettings,
-    Uniform,
-    VariationalSettings,
-    adam,
-    badam,
-    variational,
-)
-from experiments.rules import BayesByBackprop, Vadam
-from experiments.showdown import ShowdownSettings, local_bayes_by_backprop, rmsprop
+from experiments.rules import Adam, Badam, BayesByBackprop, Rule, Vadam
+from experiments.showdown import RMSprop, ShowdownSettings, local_bayes_by_backprop
 
 
 class Entry(NamedTuple):
     """An agent: its learner, and the class of its settings."""
 
-    learner: Callable[[Any, Buffer, int, Sequence[int]], Uniform]
+    learner: Callable[[Any, networks.Buffer, int, Sequence[int]], networks.Uniform]
     settings: type[AgentSettings]
 
 
-_BADAM = Entry(partial(NetworkLearner, badam), BadamSettings)
+def _network(rule: networks.MakeRule | type[Rule], settings: type[AgentSettings], **how: bool) -> Entry:
+    made = networks.by(rule) if isinstance(rule, type) else rule
+    return Entry(partial(networks.NetworkLearner, made, **how), settings)
+
+
 AGENTS: Mapping[str, Entry] = {
-    "hybrid": Entry(EachRun, HybridSettings),
-    "linear": Entry(EachRun, HybridSettings),
-    "greedy": Entry(partial(NetworkLearner, adam), GreedySettings),
-    "badam": _BADAM,
-    "badam-map": _BADAM,
-    "mc-dropout": Entry(partial(NetworkLearner, adam, drops=True), GreedySettings),
-    "bbb": Entry(partial(NetworkLearner, variational(BayesByBackprop)), VariationalSettings),
-    "vadam": Entry(partial(NetworkLearner, variational(Vadam)), VariationalSettings),
-    "uniform": Entry(Uniform, AgentSettings),
-    "mc-dropout-showdown": Entry(partial(NetworkLearner, rmsprop, drops=True), GreedySettings),
-    "bbb-showdown": Entry(partial(NetworkLearner, local_bayes_by_backprop), ShowdownSettings),
-    "greedy-showdown": Entry(partial(NetworkLearner, rmsprop), GreedySettings),
+    **dict.fromkeys(("hybrid", "linear"), Entry(networks.EachRun, HybridSettings)),
+    "greedy": _network(Adam, networks.GreedySettings),
+    **dict.fromkeys(("badam", "badam-map"), _network(Badam, networks.BadamSettings)),
+    "mc-dropout": _network(Adam, networks.GreedySettings, drops=True),
+    "bbb": _network(BayesByBackprop, networks.VariationalSettings),
+    "vadam": _network(Vadam, networks.VariationalSettings),
+    "uniform": Entry(networks.Uniform, AgentSettings),
+    "mc-dropout-showdown": _network(RMSprop, networks.GreedySettings, drops=True),
+    "bbb-showdown": _network(local_bayes_by_backprop, ShowdownSettings),
+    "greedy-showdown": _network(RMSprop, networks.GreedySettings),
 }
 
 
@@ -70,7 +60,7 @@ def agent_settings(agent: str, settings: str | AgentSettings = "tuned", **change
         raise SettingError(f"settings must be one of {tuple(FACTS['agents'])} or an AgentSettings, got {settings!r}")
     known = FACTS["agents"][settings]
     # Those that agents with a network per run share, each as far as it has the setting.
-    shared = known["shared"] if issubclass(entry.settings, NetworkSettings) else {}
+    shared = known["shared"] if issubclass(entry.settings, networks.NetworkSettings) else {}
     values = {**{name: value for name, value in shared.items() if name in names}, **known.get(agent, {})}
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return entry.settings(**{**values, **changes})

@@ -23,7 +23,7 @@ from bayesadam.engine.rules import Adam as Engine
 from bayesadam.engine.stack import constant
 from bayesadam.engine.streams import Streams
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
-from experiments.rules import RULES, Adam, Dropout, Rule
+from experiments.rules import RULES, Adam, Rule
 from experiments.stacks import Stack, blocks
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
@@ -76,7 +76,7 @@ class Problem:
     @cached_property
     def optimum(self) -> Stack:
         """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
-        return trained(self, Dropout if self.network.dropout else Adam)
+        return trained(self, Adam)
 
     def networks(self) -> list[nn.Sequential]:
         return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]

@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from bayesadam.bandits import settings as kinds
 from bayesadam.bandits.network import Hybrid
 from bayesadam.bandits.observations import Observations
-from bayesadam.bandits.settings import AgentSettings, Check, Count, Flag, NotNegative, Positive, PositiveOrNone, Share
-from bayesadam.bandits.settings import Widths as Layers
+from bayesadam.bandits.settings import AgentSettings, Check
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from experiments.rules import Adam, Badam, Dropout, DroppedBadam, Rule, sampled_outputs
+from experiments.rules import Rule, sampled_outputs
 from experiments.stacks import Stack
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
@@ -123,17 +123,17 @@ class NetworkSettings(AgentSettings):
     run is clipped. With `standardise` rewards are learnt in units of their mean and standard deviation so far.
     """
 
-    hidden: Layers = (100, 100)
+    hidden: kinds.Widths = (100, 100)
     activation: str = "relu"
-    init_range: PositiveOrNone = None
-    lr: Positive = 1e-3
-    lr_decay: NotNegative = 0.0
+    init_range: kinds.PositiveOrNone = None
+    lr: kinds.Positive = 1e-3
+    lr_decay: kinds.NotNegative = 0.0
     betas: Betas = (0.9, 0.999)
-    average: Share = 0.0
-    clip: PositiveOrNone = 5.0
-    batch_size: Count = 512
-    train_steps: Count = 50
-    standardise: Flag = False
+    average: kinds.Share = 0.0
+    clip: kinds.PositiveOrNone = 5.0
+    batch_size: kinds.Count = 512
+    train_steps: kinds.Count = 50
+    standardise: kinds.Flag = False
 
     def n_data(self, rounds: int) -> float:
         """N after so many rounds, for rules that have one."""
@@ -144,17 +144,17 @@ class NetworkSettings(AgentSettings):
 class GreedySettings(NetworkSettings):
     """Adam, with a penalty (λ/2)|θ|² and dropout; `l2_by_noise` multiplies λ by the estimated variance of the noise."""
 
-    l2: NotNegative = 0.0
-    l2_by_noise: Flag = False
-    dropout: Share = 0.0
+    l2: kinds.NotNegative = 0.0
+    l2_by_noise: kinds.Flag = False
+    dropout: kinds.Share = 0.0
 
 
 @dataclass(frozen=True)
 class GaussianSettings(NetworkSettings):
     """A Gaussian over the weights: N is the number of rounds times `n_per_round`, which is the batch size for None."""
 
-    n_per_round: PositiveOrNone = None
-    prior_variance: Positive = 0.1
+    n_per_round: kinds.PositiveOrNone = None
+    prior_variance: kinds.Positive = 0.1
 
     def n_data(self, rounds: int) -> float:
         return float(max(rounds, 1) * (self.n_per_round or self.batch_size))
@@ -171,8 +171,8 @@ class BadamSettings(GreedySettings, GaussianSettings):
 class VariationalSettings(GaussianSettings):
     """A rule that learns a Gaussian by perturbing the weights, all from one deviation: Bayes by Backprop, Vadam."""
 
-    noise_variance: Positive = 0.5
-    initial_std: Positive = 0.02
+    noise_variance: kinds.Positive = 0.5
+    initial_std: kinds.Positive = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,21 +185,14 @@ class VariationalSettings(GaussianSettings):
 MakeRule = Callable[[Any, Network, torch.device], Rule]
 
 
-def adam(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
-    """Adam, under dropout where there is some."""
-    return (Dropout if settings.dropout else Adam)(betas=settings.betas)
+def by(kind: type[Rule]) -> MakeRule:
+    """A rule with those of the settings that it has; units are dropped where the settings say so."""
 
+    def make(settings: Any, network: Network, device: torch.device) -> Rule:
+        prior = {"prior_precision": 1 / settings.prior_variance} if hasattr(settings, "prior_variance") else {}
+        return kind.with_settings(**vars(settings), **prior)
 
-def badam(settings: BadamSettings, network: Network, device: torch.device) -> Rule:
-    """The same, with the Gaussian that its state holds."""
-    return (DroppedBadam if settings.dropout else Badam).with_settings(**vars(settings))
-
-
-def variational(kind: type[Rule]) -> MakeRule:
-    """A rule that learns a Gaussian."""
-    return lambda settings, network, device: kind.with_settings(
-        **{**vars(settings), "prior_precision": 1 / settings.prior_variance}
-    )
+    return make
 
 
 class NetworkLearner(Uniform):
@@ -220,8 +213,8 @@ class NetworkLearner(Uniform):
         self.network = Network(buffer.n_features, settings.hidden, n_arms, settings.activation, dropout)
         how: Any = {"device": device, "average": settings.average, "clip": settings.clip or math.inf}
         how |= {"weights": initial_weights(self.network, seeds, settings.init_range, device)}
-        by, n_data = rule(settings, self.network, device), settings.n_data(buffer.count)
-        self.stack = Stack(self.network, by, seeds, self._batch, n_data=n_data, **how)
+        made, n_data = rule(settings, self.network, device), settings.n_data(buffer.count)
+        self.stack = Stack(self.network, made, seeds, self._batch, n_data=n_data, **how)
         self._batches, self._posterior = Streams(seeds, "batches", device), Streams(seeds, "posterior", device)
         # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None

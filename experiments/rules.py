@@ -66,12 +66,13 @@ class Rule(ABC):
         """The memory besides the weights, by name."""
 
     def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
-        """The random numbers of a step, (s, ...); empty for none."""
-        return torch.empty(0)
+        """The random numbers of a step, (s, ...): where units are dropped, one for each unit of each example."""
+        return streams.uniform(batch * sum(network.hidden)) if network.dropout else torch.empty(0)
 
     def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """The factors of every hidden layer's units, (s, b, units) each, where units are dropped."""
-        return None
+        """The factors of every hidden layer's units, (s, b, units) each, contiguous, where units are dropped."""
+        parts = by_layer(noise, network.hidden) if network.dropout else ()
+        return [dropout_mask(part, network.dropout) for part in parts] or None
 
     def gradient(self, network: Network, weights: Tensor, state: State) -> Callable[..., Tensor]:
         """What takes the gradient at the weights that `at` writes."""
@@ -89,11 +90,18 @@ class Rule(ABC):
         return None
 
     def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
-        """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
-        drawn = mean.unsqueeze(1).expand(-1, n, -1)
+        """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves.
+
+        Those are dropped as in training (MC dropout): a mask per draw, the same at every input, makes it a function.
+        """
         if (belief := self.gaussian(mean, state, n_data)) is not None:
             drawn = belief.mean.unsqueeze(1) + belief.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
-        return unflatten(network, drawn.flatten(0, 1)), None
+            return unflatten(network, drawn.flatten(0, 1)), None
+        masks = None
+        if network.dropout:
+            kept = dropout_mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
+            masks = list(torch.split(kept, list(network.hidden), dim=-1))
+        return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
 
 
 @dataclass(frozen=True)
@@ -116,29 +124,6 @@ def by_layer(numbers: Tensor, widths: Sequence[int]) -> list[Tensor]:
     return [part.view(len(part), b, -1) for part in torch.split(numbers, [b * width for width in widths], dim=1)]
 
 
-class Dropped(Rule):
-    """The network's dropout, in prediction as in training (MC dropout), before the rule that it stands in front of."""
-
-    def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
-        """One uniform number for each unit of each example."""
-        return streams.uniform(batch * sum(network.hidden))
-
-    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """(s, b, units) per layer, contiguous."""
-        return [dropout_mask(part, network.dropout) for part in by_layer(noise, network.hidden)]
-
-
-@dataclass(frozen=True)
-class Dropout(Dropped, Adam):
-    """Adam under dropout, which goes on in prediction (MC dropout)."""
-
-    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
-        """One mask per draw, the same at every input, makes each draw a function."""
-        drawn = dropout_mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
-        masks = list(torch.split(drawn, list(network.hidden), dim=-1))
-        return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
-
-
 @dataclass(frozen=True)
 class Badam(Adam):
     """Adam, and the Gaussian that its state holds: precision N √v̂ + δ, around θ or N √v̂/(N √v̂ + δ) θ."""
@@ -152,11 +137,6 @@ class Badam(Adam):
         data = (state["exp_avg_sq"] / left.float()).sqrt() * n_data
         precision = data + 1 / self.prior_variance
         return Gaussian(data / precision * weights if self.form == "likelihood" else weights, precision.reciprocal())
-
-
-@dataclass(frozen=True)
-class DroppedBadam(Dropped, Badam):
-    """Badam, trained under dropout."""
 
 
 class Perturbed(Rule):
@@ -175,6 +155,10 @@ class Perturbed(Rule):
 
     def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
         return streams.normal(sum(math.prod(shape) for shape in network.shapes().values()))
+
+    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
+        """Nothing is dropped."""
+        return None
 
 
 class TwoAdams(Perturbed):
@@ -287,13 +271,8 @@ class IVON(Perturbed):
         return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
-RULES: dict[str, type[Rule]] = {
-    "adam": Adam,
-    "mc-dropout": Dropout,
-    "bbb": BayesByBackprop,
-    "vadam": Vadam,
-    "ivon": IVON,
-}
+# MC dropout is Adam of a network with dropout.
+RULES: dict[str, type[Rule]] = {"adam": Adam, "mc-dropout": Adam, "bbb": BayesByBackprop, "vadam": Vadam, "ivon": IVON}
 Stacked = Mapping[str, Tensor]
 
 

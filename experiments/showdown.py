@@ -17,8 +17,8 @@ from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import State
 from bayesadam.engine.streams import Streams
-from experiments.networks import GreedySettings, NetworkSettings
-from experiments.rules import Dropped, Gaussian, Number, Rule, Step, TwoAdams, by_layer, sampled_outputs
+from experiments.networks import NetworkSettings
+from experiments.rules import Gaussian, Number, Rule, Step, TwoAdams, by_layer, sampled_outputs
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -40,16 +40,6 @@ class RMSprop(Rule):
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
         state["square_avg"].mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
         weights.sub_(gradient.mul_(step.lr).div_((state["square_avg"] + self.eps).sqrt_()))
-
-
-@dataclass(frozen=True)
-class RMSpropDropout(Dropped, RMSprop):
-    """The same under dropout."""
-
-
-def rmsprop(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
-    """Under dropout where there is some."""
-    return RMSpropDropout() if settings.dropout else RMSprop()
 
 
 @dataclass(frozen=True, eq=False)
