@@ -20,9 +20,9 @@ class Entry(NamedTuple):
     settings: type[AgentSettings]
 
 
-def _network(rule: networks.MakeRule | type[Rule], settings: type[AgentSettings], **how: bool) -> Entry:
+def _network(rule: networks.MakeRule | type[Rule], settings: type[AgentSettings], *, drops: bool = False) -> Entry:
     made = networks.by(rule) if isinstance(rule, type) else rule
-    return Entry(partial(networks.NetworkLearner, made, **how), settings)
+    return Entry(partial(networks.NetworkLearner, made, drops=drops), settings)
 
 
 AGENTS: Mapping[str, Entry] = {
