@@ -127,8 +127,9 @@ def row_of(path: Path, job: tuple[str, float, int | None, int], device: str, *, 
     except Exception as error:
         print(f"{about} failed: {type(error).__name__}: {error}", flush=True)
         return None
-    again = score(net, published.renormed(made[0], x), data) if n else None
-    return about | cost | {"score": score(net, made[0], data), "renormed": again, "bytes": size_of(made[0], bits)}
+    row = about | cost | {"score": score(net, made[0], data), "bytes": size_of(made[0], bits)}
+    print(f"{path.stem}, {method}, {fraction:g}: {row['score']:.3f} in {row['seconds']:.1f} s, {row['mib']:.0f} MiB")
+    return row | {"renormed": score(net, published.renormed(made[0], x), data) if n else None}
 
 
 def means(rows: list[Row]) -> list[Row]:
