@@ -58,8 +58,8 @@ class Rule(ABC):
     @classmethod
     def with_settings(cls, **settings: Any) -> "Rule":
         """The rule with those of the settings that it has."""
-        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in settings.items() if name in own})
+        names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in settings.items() if name in names})
 
     @abstractmethod
     def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
@@ -172,14 +172,14 @@ class TwoAdams(Perturbed):
         return math.log(self.initial_std)
 
     def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
-        own = {f"rho.{name}": tensor for name, tensor in rules.Adam().start(weights).items()}
-        return {"rho": torch.full_like(weights, self.first_rho()), **rules.Adam().start(weights), **own}
+        of_rho = {f"rho.{name}": tensor for name, tensor in rules.Adam().start(weights).items()}
+        return {"rho": torch.full_like(weights, self.first_rho()), **rules.Adam().start(weights), **of_rho}
 
     def descend(self, weights: Tensor, state: State, by_mean: Tensor, by_rho: Tensor, step: Step) -> None:
         """One step of both."""
-        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
+        of_rho = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
         rules.Adam(self.betas).update(weights, by_mean, state, step.lr)
-        rules.Adam(self.betas).update(state["rho"], by_rho, own, step.lr)
+        rules.Adam(self.betas).update(state["rho"], by_rho, of_rho, step.lr)
 
 
 @dataclass(frozen=True)

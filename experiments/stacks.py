@@ -82,8 +82,8 @@ class Stack(stack.Stack):
 
     def functions(self, index: int, n: int, streams: Streams) -> Drawn:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
-        own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
-        return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
+        state = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
+        return self.rule.sample(self.network, self.mean[index : index + 1], state, self.n_data, streams, n)
 
     def state_dict(self, index: int) -> dict[str, Any]:
         """One network's part of Adam's memory, as torch's Adam for that network alone would save it."""

@@ -139,9 +139,9 @@ def lightning(folder: Path, *, package: str, variant: str = "plain") -> Written:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 5)]
 
     config = {"lr": 0.01, "layers": [6, 6], "name": "${lr}"}
-    given = {"config": importlib.import_module("omegaconf").OmegaConf.create(config)} if variant == "omegaconf" else {}
+    first = {"config": importlib.import_module("omegaconf").OmegaConf.create(config)} if variant == "omegaconf" else {}
     torch.manual_seed(0)
-    module = Module(**given)
+    module = Module(**first)
     if variant == "plain":
         # Without the class: what a careful script keeps.
         module.hparams.pop("optimizer_class", None)
@@ -241,11 +241,11 @@ def optimiser(folder: Path, *, path: str, unsaid: str = "", muon: bool = False, 
     module, _, name = path.rpartition(".")
     torch.manual_seed(0)
     network = Net(wide) if wide == 4 else nn.Sequential(nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
-    given: Any = network.parameters()
+    first: Any = network.parameters()
     if muon:
         by_kind = [[p for p in network.parameters() if (p.dim() == 2) is flag] for flag in (True, False)]
-        given = [{"params": params, "use_muon": flag} for params, flag in zip(by_kind, (True, False), strict=True)]
-    optimizer = getattr(importlib.import_module(module), name)(given, **more)
+        first = [{"params": params, "use_muon": flag} for params, flag in zip(by_kind, (True, False), strict=True)]
+    optimizer = getattr(importlib.import_module(module), name)(first, **more)
     if hasattr(optimizer, "train"):
         optimizer.train()
     trained(network, optimizer)

@@ -127,10 +127,10 @@ def trained(network: nn.Module, optimizer: Any, steps: int = 3) -> None:
 def write_all(kinds: Sequence[Kind], folder: Path, only: Sequence[str]) -> None:
     """Write every kind that is not there yet; of what cannot be written the first environment's reason stays."""
     for number, one in enumerate(kinds):
-        own = folder / f"{number:03d}"
-        if (only and not any(part in one.name for part in only)) or (own / EXPECTED).is_file():
+        place = folder / f"{number:03d}"
+        if (only and not any(part in one.name for part in only)) or (place / EXPECTED).is_file():
             continue
-        content = own / f"content-{len(list(own.glob('content-*')))}"
+        content = place / f"content-{len(list(place.glob('content-*')))}"
         content.mkdir(parents=True)
         try:
             library = library_of(one)
@@ -138,9 +138,9 @@ def write_all(kinds: Sequence[Kind], folder: Path, only: Sequence[str]) -> None:
         except Exception as error:
             if not isinstance(error, ImportError):
                 traceback.print_exc()
-            if not (own / LEFT_OUT).is_file():
+            if not (place / LEFT_OUT).is_file():
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                (own / LEFT_OUT).write_text(json.dumps({"kind": one.name, "left_out": reason}), encoding="utf-8")
+                (place / LEFT_OUT).write_text(json.dumps({"kind": one.name, "left_out": reason}), encoding="utf-8")
             continue
         # Parameters are told by their values.
         distinct = {(*w.shape, w.double().numpy().tobytes()) for w in written.weights.values()}
@@ -148,8 +148,8 @@ def write_all(kinds: Sequence[Kind], folder: Path, only: Sequence[str]) -> None:
         options = [{key: str(v) if isinstance(v, Path) else v for key, v in how.items()} for how in written.options]
         about = {"kind": one.name, "library": library, "options": options}
         saved = {**vars(written), "path": str(written.path), "optional": list(written.optional)}
-        torch.save({**saved, **about}, own / EXPECTED)
-        (own / LEFT_OUT).unlink(missing_ok=True)
+        torch.save({**saved, **about}, place / EXPECTED)
+        (place / LEFT_OUT).unlink(missing_ok=True)
 
 
 def library_of(one: Kind) -> str:

@@ -201,7 +201,7 @@ def _texts(sizes: Sizes, *, made_up: bool) -> Suite:
     parts: list[Pixels] = []
     for begin, end, most in ((0.0, 0.8, sizes.train), (0.8, 0.9, sizes.held_out), (0.9, 1.0, sizes.test)):
         cut = [x[int(begin * len(x)) : int(end * len(x))][: most and most // 2] for x in windows]
-        x, y = torch.cat(cut), torch.cat([torch.full((len(each),), label) for label, each in enumerate(cut)])
+        x, y = torch.cat(cut), torch.cat([torch.full((len(part),), label) for label, part in enumerate(cut)])
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         parts.append((x[order], y[order]))
     outside = {name: _windows(name, made_up=made_up)[:n] for name in OTHER_TEXTS}

@@ -131,8 +131,8 @@ class Trained:
 
     def save(self, path: Path) -> None:
         """As a trainer would."""
-        held = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        replaced(path, lambda unfinished: torch.save(held, unfinished))
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        replaced(path, lambda unfinished: torch.save(states, unfinished))
 
     @classmethod
     def load(cls, path: Path, model: nn.Module, recipe: Recipe) -> Trained:

@@ -137,14 +137,14 @@ def means(rows: list[Row]) -> list[Row]:
     keys, grouped = ("net", "method", "fraction", "bits", "inputs"), dict[tuple[Any, ...], list[Row]]()
     for row in rows:
         grouped.setdefault(tuple(row[key] for key in keys), []).append(row)
-    found = []
+    averages = []
     for about, some in grouped.items():
         mean, error = mean_and_error(row["score"] for row in some)
         again = fmean(row["score"] if row["renormed"] is None else row["renormed"] for row in some)
         scored = {"score": round(mean, 4), "error": round(error, 4) if len(some) > 1 else 0.0}
         scored |= {"norms again": round(again, 4), "bytes": round(fmean(row["bytes"] for row in some))}
-        found.append(dict(zip(keys, about, strict=True)) | {"seeds": len(some)} | scored)
-    return found
+        averages.append(dict(zip(keys, about, strict=True)) | {"seeds": len(some)} | scored)
+    return averages
 
 
 def tables(rows: list[Row]) -> Iterator[str]:

@@ -44,7 +44,7 @@ from benchmarks.common.inputs import NoData, Pixels, digits, load, uci
 from benchmarks.common.networks import lenet, mlp
 from benchmarks.common.training import posterior_of
 
-Found = dict[str, Any]
+Results = dict[str, Any]
 read = partial(posterior_of, steps=1500, rate=1e-3, batch=32)
 
 
@@ -66,37 +66,39 @@ TRAININGS = ((60, 1e-3), (300, 1e-3), (1000, 1e-3), (1500, 3e-3), (500, 1e-2))
 
 def one_network(data: str, kind: str, steps: int, rate: float) -> dict[str, float]:
     """NLL of the test images, ours, temperature scaling's and the network's own."""
-    (x, y), (n, held) = images(data), IMAGES[data]
+    (x, y), (n, n_held_out) = images(data), IMAGES[data]
     if kind == "lenet":
         x = F.interpolate(x, size=(28, 28), mode="bilinear")
     torch.manual_seed(steps)
     model = lenet() if kind == "lenet" else perceptron(x)
     posterior = read(model, x[:n], y[:n], "classification", steps=steps, rate=rate)
-    net = ba.calibrate(posterior, (x[n : n + held], y[n : n + held]))
+    net = ba.calibrate(posterior, (x[n : n + n_held_out], y[n : n + n_held_out]))
     with torch.no_grad():
-        probs, logits = net(x[n + held :]).probs.double(), model(x[n:]).double()
-    held_y, test_y = y[n : n + held], y[n + held :]
-    best = minimize_scalar(lambda t: float(F.cross_entropy(logits[:held] / math.exp(t), held_y)), bounds=(-4, 4))
+        probs, logits = net(x[n + n_held_out :]).probs.double(), model(x[n:]).double()
+    y_held_out, test_y = y[n : n + n_held_out], y[n + n_held_out :]
+    best = minimize_scalar(
+        lambda t: float(F.cross_entropy(logits[:n_held_out] / math.exp(t), y_held_out)), bounds=(-4, 4)
+    )
     return {
         "ours": -float(probs.gather(1, test_y[:, None]).log().mean()),
-        "temperature": float(F.cross_entropy(logits[held:] / math.exp(best.x), test_y)),
-        "alone": float(F.cross_entropy(logits[held:], test_y)),
+        "temperature": float(F.cross_entropy(logits[n_held_out:] / math.exp(best.x), test_y)),
+        "alone": float(F.cross_entropy(logits[n_held_out:], test_y)),
     }
 
 
-def networks(*, quick: bool, jobs: int) -> tuple[Found, list[Target]]:
+def networks(*, quick: bool, jobs: int) -> tuple[Results, list[Target]]:
     """NLL after calibration beside temperature scaling and the network alone, network by network."""
     names, trainings = (["digits"], TRAININGS[1:2]) if quick else (list(IMAGES), TRAININGS)
     tasks = [(name, kind, *training) for name in names for kind in ("mlp", "lenet") for training in trainings]
-    found: Found = {}
+    results: Results = {}
     print(f"{'':40s}{'ours':>8s}{'temp.':>8s}{'alone':>8s}{'ours/temp.':>12s}")
     for task, nll in zip(tasks, parallel([partial(one_network, *task) for task in tasks], jobs=jobs), strict=True):
         title = "{}, {}, {} steps at {:g}".format(*task)
-        found[title] = row = nll | {"ratio": nll["ours"] / nll["temperature"]}
+        results[title] = row = nll | {"ratio": nll["ours"] / nll["temperature"]}
         print(f"{title:40s}" + "".join(f"{v:8.4f}" for v in nll.values()) + f"{row['ratio']:12.4f}", flush=True)
-    ratios = [row["ratio"] for row in found.values()]
-    worst = at_most(f"NLL, ours / temperature scaling, the largest of {len(found)}", 1.01, max(ratios))
-    return found, worst + at_most("the same, the mean", 1, statistics.fmean(ratios))
+    ratios = [row["ratio"] for row in results.values()]
+    worst = at_most(f"NLL, ours / temperature scaling, the largest of {len(results)}", 1.01, max(ratios))
+    return results, worst + at_most("the same, the mean", 1, statistics.fmean(ratios))
 
 
 LEVELS, ALARMS = (0.8, 0.95), (0.05, 0.2)
@@ -122,8 +124,8 @@ def some_splits(name: str, splits: Sequence[int]) -> tuple[list[dict[str, float]
     shares = []
     for split in splits:
         cut = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(1000 + split))]
-        held, test = cut.tensor_split([len(cut) // 2])
-        p, truth = ba.calibrate(posterior, (x[held], y[held]))(x[test]), y[test]
+        held_out, test = cut.tensor_split([len(cut) // 2])
+        p, truth = ba.calibrate(posterior, (x[held_out], y[held_out]))(x[test]), y[test]
         if numbers:
             ends = {level: p.interval(level) for level in LEVELS}
             inside = {f"interval {level}": (low <= truth) & (truth <= high) for level, (low, high) in ends.items()}
@@ -134,9 +136,9 @@ def some_splits(name: str, splits: Sequence[int]) -> tuple[list[dict[str, float]
     return shares, len(pool) // 2
 
 
-def coverage(*, splits: int, jobs: int) -> tuple[Found, list[Target]]:
+def coverage(*, splits: int, jobs: int) -> tuple[Results, list[Target]]:
     """Sets, intervals and false alarms over random splits of one pool a table."""
-    found, outside = dict[str, Any](), 0
+    results, outside = dict[str, Any](), 0
     for name in TABLES:
         parts = list(parallel([partial(some_splits, name, range(i, splits, jobs)) for i in range(jobs)], jobs=jobs))
         shares, step = [share for part, _ in parts for share in part], 1 / (parts[0][1] + 1)
@@ -147,9 +149,9 @@ def coverage(*, splits: int, jobs: int) -> tuple[Found, list[Target]]:
             within = low - 2 * error <= mean <= high + 2 * error
             outside += not within
             row = {"mean": mean, "error": error, "nominal": (low, high), "within": within}
-            found.setdefault(name, {})[key] = row
+            results.setdefault(name, {})[key] = row
             print(f"{name:14s} {key:14s}{mean:8.4f} ± {error:.4f}, expected {low:.4f} to {high:.4f}", flush=True)
-    return found, at_most("means outside by more than two standard errors", 1, outside)
+    return results, at_most("means outside by more than two standard errors", 1, outside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,25 +208,25 @@ def one_draw(case: Case, seed: int, risk: float) -> dict[str, tuple[float, float
     return {"ours": at(p.answered.flatten(), wrong), "naive": at(doubt <= limit, wrong), "oracle": (oracle, risk)}
 
 
-def risk(*, draws: int, quick: bool) -> tuple[Found, list[Target]]:
+def risk(*, draws: int, quick: bool) -> tuple[Results, list[Target]]:
     """Every rule over random draws of held-out examples."""
-    found: Found = {}
+    results: Results = {}
     for name, make in CASES.items():
         torch.manual_seed(0)
-        case, found[name] = make(quick), {}
+        case, results[name] = make(quick), {}
         for asked in case.risks:
-            results = [one_draw(case, seed, asked) for seed in range(draws)]
-            for rule in results[0]:
-                shares, risks = zip(*(draw[rule] for draw in results), strict=True)
+            outcomes = [one_draw(case, seed, asked) for seed in range(draws)]
+            for rule in outcomes[0]:
+                shares, risks = zip(*(outcome[rule] for outcome in outcomes), strict=True)
                 # Rounding of a mean of zeros and ones is no excess.
                 exceeded = statistics.fmean(value > asked + 1e-12 for value in risks)
                 row = {"answered": statistics.fmean(shares), "risk": statistics.fmean(risks), "exceeded": exceeded}
-                found[name][f"{rule}, {asked}"] = row
+                results[name][f"{rule}, {asked}"] = row
                 told = ", ".join(f"{key} {value:.4f}" for key, value in row.items())
                 print(f"{name}, risk {asked}, {rule}: {told}", flush=True)
-    worst = max(row["exceeded"] for rows in found.values() for key, row in rows.items() if key.startswith("ours"))
+    worst = max(row["exceeded"] for rows in results.values() for key, row in rows.items() if key.startswith("ours"))
     limit = 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
-    return found, at_most("share of draws whose true risk exceeds the one asked for, the worst", limit, worst)
+    return results, at_most("share of draws whose true risk exceeds the one asked for, the worst", limit, worst)
 
 
 LEVEL, FLAGS, RISK, ALARM = 0.9, (0.01, 0.05), 0.1, 0.01
@@ -314,18 +316,18 @@ def safe(name: str, values: list[float]) -> tuple[float, float, bool]:
     return mean, error, name == "answered" or mean >= LEVEL - 2 * error
 
 
-def ties(*, calibrations: int, jobs: int, quick: bool) -> tuple[Found, list[Target]]:
+def ties(*, calibrations: int, jobs: int, quick: bool) -> tuple[Results, list[Target]]:
     """Every promise on every kind of inputs."""
-    found, unsafe = dict[str, Any](), 0
+    results, unsafe = dict[str, Any](), 0
     for kind in list(KINDS)[: 2 if quick else None]:
         calls = [partial(some_calibrations, kind, range(first, calibrations, jobs)) for first in range(jobs)]
         rows = [row for part in parallel(calls, jobs=jobs) for row in part]
         for name in rows[0]:
             mean, error, is_safe = safe(name, [row[name] for row in rows])
             unsafe += not is_safe
-            found.setdefault(kind, {})[name] = {"mean": mean, "error": error, "safe": is_safe}
+            results.setdefault(kind, {})[name] = {"mean": mean, "error": error, "safe": is_safe}
             print(f"{kind:10s} {name:24s}{mean:8.4f} ± {error:.4f}{'' if is_safe else '   not safe'}", flush=True)
-    return found, at_most("cells that are not on the safe side", 0, unsafe)
+    return results, at_most("cells that are not on the safe side", 0, unsafe)
 
 
 def main() -> None:
@@ -335,13 +337,13 @@ def main() -> None:
     parser.add_argument("--splits", type=int, default=200, help="of each table, pool and kind, at least 2")
     options = parser.parse_args()
     splits = 4 if options.quick else options.splits
-    run: Mapping[str, Callable[[], tuple[Found, list[Target]]]] = {
+    run: Mapping[str, Callable[[], tuple[Results, list[Target]]]] = {
         "networks": partial(networks, quick=options.quick, jobs=options.jobs),
         "coverage": partial(coverage, splits=splits, jobs=options.jobs),
         "risk": partial(risk, draws=splits, quick=options.quick),
         "ties": partial(ties, calibrations=2 if options.quick else splits, jobs=options.jobs, quick=options.quick),
     }
-    results: Found = {**setting(), "splits": splits, "quick": options.quick, "targets": []}
+    results: Results = {**setting(), "splits": splits, "quick": options.quick, "targets": []}
     for name in options.only:
         try:
             results[name], targets = run[name]()

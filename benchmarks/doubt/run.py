@@ -42,7 +42,7 @@ SIZES = {"cifar10": Sizes(held_out=1000, test=1000, outside=500), "text": Sizes(
 QUICK = Sizes(320, 100, 40, 5, 5)
 TURNS, ALARM = 50, 0.05
 JOINT, BASELINE = "all", "temperature"
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
 def answers(scorer: Scorer, x: Tensor) -> Answer:
@@ -67,70 +67,70 @@ def cost(scorer: Scorer, case: Case, size: int, budget: float) -> float:
     return harness.ratio(harness.interleaved(calls, rounds=rounds, warmup=0), "row", "bare")
 
 
-def measured(row: Row, case: Case, budget: float) -> Found:
+def measured(row: Row, case: Case, budget: float) -> Result:
     """A row's scores in one case, and its cost."""
     scorer, (x, y) = row.fit(case), case.suite.test
     inside, y = answers(scorer, x), y.cpu()
     outside = {name: answers(scorer, inputs) for name, inputs in case.suite.outside.items()}
     sets = {name: scores.auroc(inside.doubt, a.doubt) for name, a in outside.items()}
-    found: Found = {"keeps": row.keeps, "sets": sets, "AUROC near": sets.get(NEAR)}
-    found["AUROC far"] = statistics.fmean(value for name, value in sets.items() if name != NEAR)
-    found["FPR95"] = statistics.fmean(scores.fpr95(inside.doubt, a.doubt) for a in outside.values())
+    result: Result = {"keeps": row.keeps, "sets": sets, "AUROC near": sets.get(NEAR)}
+    result["AUROC far"] = statistics.fmean(value for name, value in sets.items() if name != NEAR)
+    result["FPR95"] = statistics.fmean(scores.fpr95(inside.doubt, a.doubt) for a in outside.values())
     if inside.probs is not None:
         clean, shifts = harness.class_scores(inside.probs, y), dict[str, list[dict[str, float]]]()
         for kind, copies in case.suite.shifted.items():
             probs = [answers(scorer, copy).probs for copy in copies]
             shifts[kind] = [harness.class_scores(one, y[: len(one)]) for one in probs if one is not None]
-        found |= {"accuracy": clean["accuracy"], "NLL": clean["nll"], "ECE": clean["ece"]}
+        result |= {"accuracy": clean["accuracy"], "NLL": clean["nll"], "ECE": clean["ece"]}
         for title, key in (("shifted NLL", "nll"), ("shifted ECE", "ece")):
-            found[title] = statistics.fmean(copy[key] for copies in shifts.values() for copy in copies)
-        found["kinds"] = {kind: statistics.fmean(copy["nll"] for copy in copies) for kind, copies in shifts.items()}
+            result[title] = statistics.fmean(copy[key] for copies in shifts.values() for copy in copies)
+        result["kinds"] = {kind: statistics.fmean(copy["nll"] for copy in copies) for kind, copies in shifts.items()}
     if inside.pvalue is not None:
-        found["p ≤ .05, test"] = float((inside.pvalue <= ALARM).double().mean())
+        result["p ≤ .05, test"] = float((inside.pvalue <= ALARM).double().mean())
         flagged = [a.pvalue <= ALARM for a in outside.values() if a.pvalue is not None]
-        found["p ≤ .05, others"] = float(torch.cat(flagged).double().mean())
-    return found | {f"cost at batch {size}": cost(scorer, case, size, budget) for size in (1, 64)}
+        result["p ≤ .05, others"] = float(torch.cat(flagged).double().mean())
+    return result | {f"cost at batch {size}": cost(scorer, case, size, budget) for size in (1, 64)}
 
 
-def every_row(rows: Mapping[str, Row], case: Case, budget: float) -> dict[str, Found]:
+def every_row(rows: Mapping[str, Row], case: Case, budget: float) -> dict[str, Result]:
     """What is measured of every row; of one that fails, the reason."""
-    found: dict[str, Found] = {}
+    result: dict[str, Result] = {}
     for name, row in rows.items():
         began = time.perf_counter()
         try:
-            found[name] = measured(row, case, budget)
-            told = f"AUROC far {found[name]['AUROC far']:.3f}"
+            result[name] = measured(row, case, budget)
+            told = f"AUROC far {result[name]['AUROC far']:.3f}"
         except Exception as error:
             if row.peer is None:
                 traceback.print_exc()
             told = f"{type(error).__name__}: {error}"[:300]
-            found[name] = {"skipped": told, "keeps": row.keeps}
+            result[name] = {"skipped": told, "keeps": row.keeps}
         print(f"    {name:30s}{told} ({time.perf_counter() - began:.1f} s)", flush=True)
         gc.collect()
-    base = found.get(BASELINE, {})
-    for row in found.values():
+    base = result.get(BASELINE, {})
+    for row in result.values():
         row |= {
             f"{key} ÷ temperature's": row[key] / base[key]
             for key in ("NLL", "shifted NLL")
             if key in row and key in base
         }
-    return found
+    return result
 
 
-def run_cells(held: Suite, network: str, options: Namespace) -> None:
+def run_cells(data: Suite, network: str, options: Namespace) -> None:
     """Those that are not there yet: one a seed, then the one of rows that take the networks of all seeds."""
-    where, label, recipe = options.out / "doubt", f"{held.name}-{network}-{held.choice}", CLASSIFIERS[network][1]
+    where, label, recipe = options.out / "doubt", f"{data.name}-{network}-{data.choice}", CLASSIFIERS[network][1]
     if options.quick:
         recipe = replace(recipe, epochs=1, batch=32)
     draws, budget = (3, 0.02) if options.quick else (30, 0.5)
-    about = {"images": len(held.train[0]), "draws": draws, "epochs": recipe.epochs, "batch": recipe.batch}
+    about = {"images": len(data.train[0]), "draws": draws, "epochs": recipe.epochs, "batch": recipe.batch}
 
     def network_of(seed: int) -> Trained:
         """Out of its file where there is one."""
         path = where / f"{label}-{seed}.pt"
         if path.is_file():
-            return Trained.load(path, classifier(network, held), recipe)
-        one = train(network, held, recipe, seed=seed)
+            return Trained.load(path, classifier(network, data), recipe)
+        one = train(network, data, recipe, seed=seed)
         one.save(path)
         return one
 
@@ -138,11 +138,11 @@ def run_cells(held: Suite, network: str, options: Namespace) -> None:
         print(f"{label}, seed {seed}", flush=True)
         joint = seed == JOINT
         networks = [network_of(one) for one in seeds]
-        case = Case(networks, held, network, recipe, 0 if joint else seeds[0], draws)
+        case = Case(networks, data, network, recipe, 0 if joint else seeds[0], draws)
         # Temperature scaling of all networks, which is the ensemble, is no baseline of one; its own comes first.
         rows = {name: row for name, row in ROWS.items() if row.joint == joint and (seed == 0 or not row.once)}
         rows = {name: row for name, row in rows.items() if not (options.alone and row.peer)}
-        cell = {**harness.setting(), "data": held.name, "network": network, "choice": held.choice, "seed": seed}
+        cell = {**harness.setting(), "data": data.name, "network": network, "choice": data.choice, "seed": seed}
         return cell | {"rows": every_row(rows, case, budget)}
 
     harness.cells(where, {f"{label}-{seed}": partial(made, seed, [seed]) for seed in options.seeds}, about)
@@ -163,11 +163,11 @@ def suites(options: Namespace) -> Iterator[tuple[Suite, str]]:
         for choice in range(len(LEFT_OUT.get(name, [()]))):
             if choice in options.choices:
                 try:
-                    held = suite(name, choice, sizes, made_up=options.quick and folder() is None).to(options.device)
+                    data = suite(name, choice, sizes, made_up=options.quick and folder() is None).to(options.device)
                 except NoData as error:
                     print(f"left out: {error}", flush=True)
                     continue
-                yield from ((held, network) for network in networks)
+                yield from ((data, network) for network in networks)
 
 
 COLUMNS = ("accuracy", "NLL", "NLL ÷ temperature's", "ECE", "shifted NLL", "shifted NLL ÷ temperature's", "shifted ECE")
@@ -175,13 +175,13 @@ COLUMNS += ("AUROC near", "AUROC far", "FPR95", "p ≤ .05, test", "p ≤ .05, o
 COSTS = ("cost at batch 1", "cost at batch 64")
 
 
-def numbers(rows: Sequence[Found], key: str, part: str | None = None) -> list[float]:
+def numbers(rows: Sequence[Result], key: str, part: str | None = None) -> list[float]:
     """Of the cells that have it."""
     values = [(row.get(part, {}) if part else row).get(key) for row in rows]
     return [value for value in values if value is not None]
 
 
-def tables(title: str, rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
+def tables(title: str, rows: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     """A line a row, means and standard errors over cells; costs are medians. Then shifts by kind, AUROC by set."""
     lines = []
     for name, some in rows.items():
@@ -192,8 +192,8 @@ def tables(title: str, rows: Mapping[str, Sequence[Found]]) -> Iterator[str]:
     for part in ("kinds", "sets"):
         heads = list(dict.fromkeys(key for some in rows.values() for row in some for key in row.get(part, {})))
         having = {name: some for name, some in rows.items() if any(part in row for row in some)}
-        each = ((name, *(harness.number(numbers(some, key, part)) for key in heads)) for name, some in having.items())
-        yield harness.markdown((f"{title}: {part}", *heads), each)
+        lines = ((name, *(harness.number(numbers(some, key, part)) for key in heads)) for name, some in having.items())
+        yield harness.markdown((f"{title}: {part}", *heads), lines)
 
 
 def report(out: Path, *, quick: bool) -> None:
@@ -201,7 +201,7 @@ def report(out: Path, *, quick: bool) -> None:
     every = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((out / "doubt").glob("*.json"))]
     if not every:
         sys.exit(f"no cell is finished in {out / 'doubt'}")
-    groups: dict[str, dict[str, list[Found]]] = {}
+    groups: dict[str, dict[str, list[Result]]] = {}
     for cell in every:
         group = groups.setdefault(f"{cell['data']}, {cell['network']}", {})
         for name in [name for name in ROWS if name in cell["rows"]]:
@@ -240,8 +240,8 @@ def main() -> None:
     if not options.report:
         harness.import_peer("laplace", "laplace-torch", alone=options.alone)
         import_detectors(alone=options.alone)
-        for held, network in suites(options):
-            run_cells(held, network, options)
+        for data, network in suites(options):
+            run_cells(data, network, options)
     report(options.out, quick=options.quick)
 
 

@@ -60,10 +60,10 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         for number, task in enumerate(TASKS[tasks])
     ]
     (diagonal, rich), test = zip(*tuned, strict=True), partial(scores, copy.deepcopy(base.model), data["test"], tasks)
-    start, own = base.model.state_dict(), [copy.deepcopy(q.model.state_dict()) for q in diagonal]
+    start, experts = base.model.state_dict(), [copy.deepcopy(q.model.state_dict()) for q in diagonal]
     few = [task(x[: max(options.inputs)]) for task in TASKS[tasks]]
     ours: dict[str, Callable[[], Weights]] = {
-        "average": lambda: {name: thetas.mean(dim=0) for name, thetas in rivals.stacked(own).items()},
+        "average": lambda: {name: thetas.mean(dim=0) for name, thetas in rivals.stacked(experts).items()},
         "damped": lambda: merge(diagonal),
         "fisher": lambda: merge(diagonal, method="fisher"),
         "gradient-matching": lambda: merge(diagonal, base=base),
@@ -72,7 +72,7 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
         **{f"inputs, {n}": lambda n=n: merge(diagonal, inputs=[x[:n] for x in few]) for n in options.inputs},
     }
     rows, seconds, chosen = {"base": statistics.fmean(test(start))}, {}, {}
-    rows["experts"] = statistics.fmean(test(weights)[task] for task, weights in enumerate(own))
+    rows["experts"] = statistics.fmean(test(weights)[task] for task, weights in enumerate(experts))
     for row, make in ours.items():
         began = time.perf_counter()
         merged = make()
@@ -84,12 +84,12 @@ def images_cell(network: str, name: str, tasks: str, seed: int, options: argpars
     if options.ours:
         return {"rows": rows, "chosen": chosen, "seconds": seconds}
     for row, keys in PEERS.items():
-        made = {key: partial(added, row, key, copy.deepcopy(start), own, seed) for key in keys}
+        made = {key: partial(added, row, key, copy.deepcopy(start), experts, seed) for key in keys}
         validation = partial(scores, copy.deepcopy(base.model), data["validation"], tasks)
         chosen[row] = max(made, key=lambda key: statistics.fmean(validation(made[key]())))
         rows[row] = statistics.fmean(test(made[chosen[row]]()))
     for row, weights in others(
-        base, diagonal, own, [task(x[: 50 if options.quick else 1000]) for task in TASKS[tasks]]
+        base, diagonal, experts, [task(x[: 50 if options.quick else 1000]) for task in TASKS[tasks]]
     ):
         rows[row] = statistics.fmean(test(weights))
     return {"rows": rows, "chosen": chosen, "seconds": seconds}
@@ -103,20 +103,20 @@ PEERS: dict[str, list[Any]] = {
 }
 
 
-def added(row: str, key: Any, start: Weights, own: Sequence[Weights], seed: int) -> Weights:
+def added(row: str, key: Any, start: Weights, experts: Sequence[Weights], seed: int) -> Weights:
     """θ₀ + λ τ."""
-    tau = {name: thetas - start[name] for name, thetas in rivals.stacked(own).items()}
+    tau = {name: thetas - start[name] for name, thetas in rivals.stacked(experts).items()}
     density, factor = key if isinstance(key, tuple) else (1.0, key)
     change = rivals.ties(tau, density) if row == "TIES" else rivals.dare(tau, density, seed)
     return {name: theta + factor * change[name] for name, theta in start.items()}
 
 
 def others(
-    base: ba.Posterior, tuned: Sequence[ba.Posterior], own: Sequence[Weights], inputs: Sequence[Tensor]
+    base: ba.Posterior, tuned: Sequence[ba.Posterior], experts: Sequence[Weights], inputs: Sequence[Tensor]
 ) -> Iterator[tuple[str, Weights]]:
     """Merges by the exact Fisher, and by ours in other ways."""
     exact = [rivals.exact_fisher(q.model, x) for q, x in zip(tuned, inputs, strict=True)]
-    yield "exact Fisher", rivals.fisher_merged(own, exact)
+    yield "exact Fisher", rivals.fisher_merged(experts, exact)
     for trim in TRIMS:
         yield f"fisher, {trim:g} trimmed", merge(tuned, method="fisher", base=base.model, trim=trim)
         yield f"gradient-matching, {trim:g} trimmed", merge(tuned, base=base, trim=trim)
