@@ -150,8 +150,8 @@ class Curvature:
         if parts not in allowed[compress]:
             raise self._fault(name, f"with compress {compress!r} it cannot have {parts or 'no second moment'}")
         # Files up to 0.3 have bases in 16 bits.
-        types = dict.fromkeys(("second_moment", "left", "right"), _ROUNDED)
-        types |= {"second_moment": ("U8",)} if _RANGE in parts else {}
+        types: dict[str, tuple[str, ...]] = {"left": _ROUNDED, "right": _ROUNDED}
+        types["second_moment"] = ("U8",) if _RANGE in parts else _ROUNDED
         for role in roles:
             kind = self.tensors.dtype(f"{role}.{name}")
             if kind not in types.get(role, _WIDE):
