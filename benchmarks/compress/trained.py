@@ -3,7 +3,8 @@
     BAYESADAM_DATA=... python -m benchmarks.compress.trained resnet18 --seeds 0 1 2 [--out DIR] [--device cuda]
 
 A network is one file, `DIR/NAME-SEED.pt`, and is not trained again where that is there. Images score by the test images
-classified right, in %; bytes of text by bits a byte (of the masked ones, for BERT).
+classified right, in %; bytes of text by bits a byte (of the masked ones, for BERT). Settings of pruning are chosen on
+the networks whose names begin with `dev-`, and those alone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch import Tensor, nn
 
 from benchmarks.common.harness import arguments, write_results
 from benchmarks.common.inputs import Pixels, load, read_text
-from benchmarks.common.networks import ResNet18, mlp, vit
+from benchmarks.common.networks import Residual, ResNet18, mlp, vit
 from benchmarks.common.training import Recipe, augmented
 
-LENGTH, MASK, IGNORED = 256, 256, -100
+TEXTS, LENGTH, MASK, IGNORED = ("manual", "manpages"), 256, 256, -100
 
 
 def perceptron(*sizes: int, dropout: float = 0.0) -> nn.Sequential:
@@ -34,6 +35,13 @@ def perceptron(*sizes: int, dropout: float = 0.0) -> nn.Sequential:
     dropped = [nn.Dropout(dropout)] if dropout else []
     layers = [[layer, *dropped] if isinstance(layer, nn.ReLU) else [layer] for layer in mlp(sizes)]
     return nn.Sequential(nn.Flatten(), *(layer for pair in layers for layer in pair))
+
+
+def narrow_resnet() -> nn.Sequential:
+    """Five residual blocks of 48 to 192 channels."""
+    blocks = [Residual(*shape) for shape in ((48, 48, 1), (48, 96, 2), (96, 96, 1), (96, 192, 2), (192, 192, 1))]
+    stem = [nn.Conv2d(3, 48, 3, padding=1, bias=False), nn.BatchNorm2d(48), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(192, 10))
 
 
 def gpt(width: int, depth: int) -> nn.Module:
@@ -66,7 +74,7 @@ class Net:
     @property
     def smaller_is_better(self) -> bool:
         """Whether its score is bits, not accuracy."""
-        return self.data == "manual"
+        return self.data in TEXTS
 
 
 _CONSTANT, _CYCLE = partial(Recipe, schedule="constant"), partial(Recipe, schedule="cycle", batch=512)
@@ -78,6 +86,10 @@ NETS = {
     "vit": Net(vit, "cifar10", _CYCLE(60, decay=0.05)),
     "gpt": Net(partial(gpt, 384, 6), "manual", _TEXT(8)),
     "bert": Net(partial(bert, 256, 4), "manual", _TEXT(12, lr=5e-4), masked=True),
+    "dev-mlp": Net(partial(perceptron, 784, 256, 256, 10), "fashion-mnist", _CONSTANT(20)),
+    "dev-resnet": Net(narrow_resnet, "cifar10", _CYCLE(8, lr=2e-3, decay=0.02, half=True)),
+    "dev-vit": Net(partial(vit, width=128, depth=4, heads=4), "cifar10", _CYCLE(30, decay=0.05)),
+    "dev-gpt": Net(partial(gpt, 256, 4), "manpages", _TEXT(6, beta2=0.99)),
 }
 
 
