@@ -623,3 +623,15 @@ def test_networks_that_are_compiled_share_nothing():
         moved.model[0].layer.bias.add_(1)
         assert moved._fast is None
         assert not torch.equal(moved(x[:5]).probs, nets[0](x[:5]).probs)
+
+
+@pytest.mark.parametrize("name", ["classification", "regression"])
+def test_under_autocast_doubt_is_of_all_digits(name):
+    """The same as of the network's own outputs and layers' inputs in 16 bits."""
+    net, (x, _) = ba.calibrate(trained(name), data(name, 300, 1)), data(name, 50, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer, (f, pooled) = net(x), net.tapped(x)
+    exact = net.judged(net.answer(f, pooled))
+    assert torch.equal(answer.novelty, exact.novelty)
+    assert torch.equal(answer.p_value, exact.p_value)
+    assert not torch.equal(f, net(x).f_mean)

@@ -218,6 +218,10 @@ class Calibrated(nn.Module):
         self, f: Tensor, seen: Mapping[str, Tensor], leaves: Mapping[int, Tensor], *, ragged: bool
     ) -> tuple[Any, ...]:
         """The fields of an answer but f, and whether all examples are in range: of f, the layers' inputs, the batch."""
+        if torch.is_autocast_enabled(f.device.type):
+            # The forward pass may be one of 16 bits; what is made of it is not.
+            with torch.autocast(f.device.type, enabled=False):
+                return self._numbers(f, seen, leaves, ragged=ragged)
         bounds = [self._known[f"bounds{n}"] for n in range(len(self.fit.ranges))]
         in_range, lost = compared(self.fit.ranges, leaves, bounds)
         answer = self.answer(f, seen, ragged=ragged)._replace(in_range=in_range)
@@ -273,7 +277,7 @@ class Calibrated(nn.Module):
             moved = self._buffers[name]
             if tensor is not None and moved is not None:
                 self._buffers[name] = tensor.to(moved.device)
-        self._fast = None
+        self._fast, self._replayed = None, Replayed()
         return self
 
     def __repr__(self) -> str:
