@@ -1,8 +1,12 @@
-"""Checkpoints written by other people's libraries, each by its own way of saving; imports are inside the writers."""
+"""Checkpoints written by other people's libraries, each by its own way of saving; imports are inside the writers.
+
+python -m benchmarks.checkpoints.libraries FOLDER [NAME ...] writes every kind that `wild` reads, without bayesadam.
+"""
 
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.checkpoints.write import KINDS, Net, Written, kind, second_moment, told, trained
+from benchmarks.checkpoints.write import KINDS, Net, Written, kind, second_moment, told, trained, write_all
 
-__all__ = ["KINDS"]
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
 
 
@@ -297,3 +300,7 @@ for _title, _path, _more in (
     ("GaLore of pytorch_optimizer", f"{_OWN}.galore.GaLore", _NONE),
 ):
     kind(f"optimiser: {_title}", _path.partition(".")[0], path=_path, **_more)(optimiser)
+
+
+if __name__ == "__main__":
+    write_all(KINDS, Path(sys.argv[1]), sys.argv[2:])

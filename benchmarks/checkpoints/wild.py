@@ -125,7 +125,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).resolve()
         for python in (sys.executable, *options.also):
-            command = [python, "-m", "benchmarks.checkpoints.write", str(folder), *options.only]
+            command = [python, "-m", "benchmarks.checkpoints.libraries", str(folder), *options.only]
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
             if done.returncode:
                 sys.exit(f"{python} could not write:\n{done.stderr[-4000:]}")

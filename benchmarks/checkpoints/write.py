@@ -1,13 +1,10 @@
-"""What a writer of a kind of checkpoint leaves behind; and writes every kind that `wild` reads, without bayesadam:
-python -m benchmarks.checkpoints.write FOLDER [NAME ...].
-"""
+"""What a writer of a kind of checkpoint leaves behind."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import json
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -161,8 +158,3 @@ def library_of(one: Kind) -> str:
     if not version.startswith(one.version):
         raise ImportError(f"{name} {version} is installed, {one.version}* is wanted")
     return f"{name.replace('_', '-')} {version}"
-
-
-if __name__ == "__main__":
-    # As a module it has the kinds, which are registered there and not in the command.
-    write_all(importlib.import_module("benchmarks.checkpoints.libraries").KINDS, Path(sys.argv[1]), sys.argv[2:])
