@@ -229,6 +229,8 @@ def _observed(tapped: Tapped, kind: Likelihood, held_out: object, ignored: int) 
         for number, (inputs, y) in enumerate(batches_of(held_out, tapped.model)):
             _check_targets(kind, inputs, y, tapped.call)
             f, seen = tapped(to_device(inputs, device))
+            # A forward that differentiates its energies leaves them, and what layers saw, with their graph.
+            f, seen = f.detach(), {name: a.detach() for name, a in seen.items()}
             y = y.to(f.device)
             if kind.coupled:
                 # Unsigned types hold no −100.
