@@ -215,7 +215,7 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     odd = set(run.odd)
     for use in run.explained:
         places.setdefault(use.name, []).append(use.at)
-        product, whole = isinstance(use, Product) and use.groups == 1, use.rows is None
+        product, whole = isinstance(use, Product) and use.is_matrix, use.rows is None
         if (base := structure.bases.get(use.name)) is not None:
             # Rows are mixed by the left basis alone.
             has_form = (product and (whole or base.left is not None)) or (isinstance(use, Addend) and whole)

@@ -182,7 +182,7 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
             for use, (_, d) in zip(tried, uses, strict=True):
                 part = use.of(ours)
                 part += use.total(d.to(ours.dtype), s.to(ours.dtype), part.shape)
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError, TypeError):
             continue
         if (found := disagreement(ours, truth)) <= error:
             error, best = found, tried

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 
 from bayesadam.predict.batches import batch_size
 from bayesadam.predict.matrices import is_transposed_linear
@@ -20,13 +21,18 @@ from bayesadam.predict.recurrent import run_recurrent
 from bayesadam.predict.tap import first_input, watched
 from bayesadam.predict.uses import Addend, Layout, Lookup, Product, Use, batch_first, batch_second
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-_KNOWN = (
-    *_LINEAR, *_CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention, nn.RNN, nn.GRU, nn.LSTM,
+# Layers that multiply by a weight a channel, and those that do by one a feature.
+_BY_CHANNEL = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+    nn.GroupNorm, nn.PReLU,
 )  # fmt: skip
+_BY_FEATURE = (nn.LayerNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
+_KNOWN = (
+    *_LINEAR, *_CONVOLUTIONS, *_BY_CHANNEL, *_BY_FEATURE, *_RECURRENT, nn.Embedding, nn.MultiheadAttention,
+)  # fmt: skip
 _FREE: tuple[Layout, ...] = (batch_first, batch_second)
 _FIRST: tuple[Layout, ...] = (batch_first,)
 # The kind of a use, its parameter, the layer's output and the use's other fields.
@@ -75,7 +81,7 @@ def recorded(
         # What follows may work in place; D is wanted at the layer's own output.
         return output.clone() if isinstance(output, Tensor) else None
 
-    known = (module for module in call.model.modules() if type(module) in _KNOWN or is_transposed_linear(module))
+    known = (m for m in call.model.modules() if type(m) in _KNOWN or is_transposed_linear(m) or _is_norm(m))
     replaceable = [m for m in call.model.modules() if recurrent and type(m) in _RECURRENT and "forward" not in vars(m)]
     try:
         with watched(known, see), ExitStack() as undo:
@@ -112,17 +118,25 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     if isinstance(m, _LINEAR) or is_transposed_linear(m):
         product = {**free, "input": a, "inputs_first": not isinstance(m, _LINEAR)}
         return [(Product, m.weight, z, product), (Addend, getattr(m, "bias", None), z, free)]
-    x = a.detach()
-    if isinstance(m, nn.LayerNorm | nn.RMSNorm):
-        normalise: Any = F.layer_norm if isinstance(m, nn.LayerNorm) else F.rms_norm
-        how, scale = free, partial(normalise, x, m.normalized_shape, eps=m.eps)
-    elif isinstance(m, nn.GroupNorm):
-        how, scale = first, partial(F.group_norm, x, m.num_groups, eps=m.eps)
-    elif m.running_mean is not None:
-        how, scale = first, partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
-    else:
-        return []
-    return [(Addend, m.weight, z, {**how, "scale": scale}), (Addend, getattr(m, "bias", None), z, how)]
+    how = first if isinstance(m, _BY_CHANNEL) and m.weight is not None and m.weight.numel() > 1 else free
+    slope = partial(_slope, m, a.detach())
+    return [(Addend, m.weight, z, {**how, "scale": slope}), (Addend, getattr(m, "bias", None), z, how)]
+
+
+def _is_norm(m: nn.Module) -> bool:
+    """Whether, by its name, it is a norm of somebody's own; autograd will tell."""
+    named = {name: p.dim() for name, p in m.named_parameters()}
+    return type(m).__name__.endswith(("RMSNorm", "LayerNorm")) and named in ({"weight": 1}, {"weight": 1, "bias": 1})
+
+
+def _slope(m: Any, x: Tensor) -> Tensor:
+    """What a layer multiplies its weight by."""
+    one = torch.ones_like(m.weight)
+    zeros = {name: torch.zeros_like(p) for name, p in m.named_parameters()}
+    with torch.no_grad():
+        ends = [functional_call(m, {**zeros, "weight": w}, (x.to(one),)) for w in (one, 0 * one)]
+    slope: Tensor = ends[0] - ends[1]
+    return slope
 
 
 # Of attention: the weight, the rows of it in use, the input, the bias and the rows of that → the projected input.

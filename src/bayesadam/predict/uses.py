@@ -106,9 +106,21 @@ class Product(Use):
     inputs_first: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part in use, (outputs, ...); coordinates of known inputs are so already."""
+        """The part in use, (outputs, ...), or (groups, outputs, ...); coordinates of known inputs are so already."""
+        if self.transposed:
+            return tensor.reshape(self.groups, -1, *tensor.shape[1:]).transpose(1, 2)
         turned = self.inputs_first and not isinstance(self.rotation, InputSide)
         return tensor.mT if turned else super().of(tensor)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a transposed convolution, whose weight is (inputs, outputs / groups, *kernel)."""
+        return isinstance(self.convolution, _ConvTransposeNd)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is one matrix, (outputs, inputs) or the other way round, as rotations take it."""
+        return self.groups == 1 and not self.transposed
 
     @property
     def groups(self) -> int:
@@ -140,6 +152,8 @@ class Product(Use):
             y = self.layout(self.input.detach(), size, 0).reshape(size, 1, -1, self.input.shape[-1])
         else:
             seen = patches(self.convolution, self.input.detach(), self.shape[2:])
+            # A transposed one has its kernel turned round there.
+            seen = seen.flip(*range(2, len(self.shape))) if self.transposed else seen
             seen = seen.reshape(len(seen), self.groups, -1, self.shape[2:].numel()).transpose(2, 3)
             y = self.layout(seen, size, 0).transpose(1, 2).flatten(2, 3)
         return F.pad(y, (0, 1), value=1.0) if constant else y
@@ -264,7 +278,7 @@ def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor],
         return _lookups(rows, ids, factors, variances, covariance)
     assert isinstance(first, Product)
     assert factors is not None
-    parts = [s.reshape(first.groups, len(s) // first.groups, -1) for s in variances]
+    parts = [s.reshape(first.groups, -1, factors[1].shape[-1]) for s in variances]
     return _products(*factors, parts, covariance)
 
 
