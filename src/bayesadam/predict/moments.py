@@ -41,7 +41,7 @@ _OUTPUTS_AT_ONCE = 64
 _EXAMPLES_AT_ONCE = 4096
 # Activations of all examples that keep a GPU busy; those that a CPU's caches take, and examples that are worth a pass.
 _BUSY = 1 << 24
-_CACHED, _LEAST = 1 << 24, 256
+_CACHED, _LEAST = 1 << 23, 256
 
 
 def linearised(
