@@ -31,8 +31,7 @@ AGAIN = "download it again, or have it exported again"
 # bfloat16 is the upper half of a float32.
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "U8": "u1"}
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Of the roles; older files have bases in 16 bits.
-_WIDE, _BASES = ("F64", "F32"), ("F64", "F32", "BF16")
+_WIDE, _ROUNDED = ("F64", "F32"), ("F64", "F32", "BF16")
 _RANGE, _ROWS, _COLUMNS = "second_moment_range", "second_moment_rows", "second_moment_columns"
 _ROLES = ("second_moment", _RANGE, _ROWS, _COLUMNS, "mode", "probe", "left", "right", "prior_precision")
 
@@ -146,15 +145,17 @@ class Curvature:
         roles = [role for role in _ROLES if self._has(role, name)]
         parts = [role for role in roles if role.startswith("second_moment")]
         compress = self.header.get("compress")
-        allowed = {None: [["second_moment"]], "8bit": [["second_moment", _RANGE]]}
+        allowed = {None: [["second_moment"]], "bfloat16": [["second_moment"]], "8bit": [["second_moment", _RANGE]]}
         allowed["factored"] = [["second_moment"], ["second_moment", _RANGE], [_ROWS, _COLUMNS]]
         if parts not in allowed[compress]:
             raise self._fault(name, f"with compress {compress!r} it cannot have {parts or 'no second moment'}")
+        # Files up to 0.3 have bases in 16 bits.
+        types: dict[str, tuple[str, ...]] = {"left": _ROUNDED, "right": _ROUNDED}
+        types["second_moment"] = ("U8",) if _RANGE in parts else _ROUNDED
         for role in roles:
-            found = self.tensors.dtype(f"{role}.{name}")
-            coded = role == "second_moment" and _RANGE in parts
-            if found not in (("U8",) if coded else _BASES if role in ("left", "right") else _WIDE):
-                raise self._fault(name, f"{role} is of type {found}")
+            kind = self.tensors.dtype(f"{role}.{name}")
+            if kind not in types.get(role, _WIDE):
+                raise self._fault(name, f"{role} is of type {kind}")
         shape = self.shape(name)
         if compress == "factored" and (len(shape) > 1) != (_ROWS in parts):
             raise self._fault(name, "matrices alone are factored, and all of them")
@@ -392,13 +393,15 @@ def _rules(header: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     assert isinstance(prior, dict)
     yield "prior_precision must have numbers, none negative", all(_number(delta) >= 0 for delta in prior.values())
     compress, steps, beta = header.get("compress"), header.get("steps"), header.get("beta2")
-    yield "compress must be '8bit' or 'factored', or absent", compress in (None, "8bit", "factored")
+    forms = (None, "bfloat16", "8bit", "factored")
+    yield "compress must be 'bfloat16', '8bit' or 'factored', or absent", compress in forms
     yield "has_weights must be true or false", isinstance(header.get("has_weights", True), bool)
     counts = steps is None or (isinstance(steps, list) and 0 < len(steps) <= 2 and all(_number(s) >= 0 for s in steps))
     yield "steps must be the fewest and the most, or null", counts
     yield "beta2 must be between 0 and 1, or null", beta is None or 0 <= _number(beta) < 1
     yield "recorded must be true or false", isinstance(header.get("recorded", False), bool)
-    yield "tracked must be an object", isinstance(header.get("tracked") or {}, dict)
+    # An object before 0.4.
+    yield "tracked must be a text", isinstance(header.get("tracked") or {}, dict | str)
     optimizers = header.get("optimizer") or []
     yield "optimizer must be a list of names", isinstance(optimizers, list) and all(map(_is_text, optimizers))
     omitted = header.get("omitted", {})

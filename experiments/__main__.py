@@ -24,11 +24,14 @@ def _count(text: str) -> int:
 def _parser() -> ArgumentParser:
     whole: Any = {"type": _count, "metavar": "N"}
     names: Any = {"type": _split, "metavar": "NAMES"}
+    seeds: Any = {**whole, "dest": "n_seeds", "default": 5, "help": "data sets and networks, %(default)s"}
+    epochs: Any = {**whole, "help": "passes over the training data, %(default)s"}
+    methods: Any = {**names, "help": "separated by commas, by default all"}
     title = "The paper's experiments: Figure 1, Figure 2, Table 1, costs, the report."
     parser = ArgumentParser("python -m experiments", description=title)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, words: str, *, device: bool = False) -> ArgumentParser:
+    def command(name: str, words: str, *, device: bool = False, data: bool = False) -> ArgumentParser:
         one = commands.add_parser(name, help=words, description=words)
         one.add_argument("--seed", type=int, default=0, help="fixes every random number: same seed, same results")
         one.add_argument("--quiet", "-q", action="store_true", help="print only the paths written, one per line")
@@ -37,18 +40,19 @@ def _parser() -> ArgumentParser:
             one.add_argument("--out", "-o", type=Path, metavar="DIR", default=out, help="where results go, %(default)s")
         if device:
             one.add_argument("--device", metavar="cpu|cuda", help="by default on cuda where there is one")
+        if data:
+            one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
         return one
 
     one = command("figure1", "The paper's toy regression with every method.")
-    one.add_argument("--methods", **names, help="separated by commas, by default all")
-    one.add_argument("--epochs", **whole, default=20_000, help="passes over the 200 training points, %(default)s")
-    one.add_argument("--seeds", **whole, dest="n_seeds", default=5, help="data sets and networks, %(default)s")
+    one.add_argument("--methods", **methods)
+    one.add_argument("--epochs", default=20_000, **epochs)
+    one.add_argument("--seeds", **seeds)
 
-    one = command("figure2", "Accuracy after pruning, with every method.", device=True)
-    one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
-    one.add_argument("--methods", **names, help="separated by commas, by default all")
-    one.add_argument("--epochs", **whole, default=100, help="passes over the training images, %(default)s")
-    one.add_argument("--seeds", **whole, dest="n_seeds", default=5, help="networks for each method, %(default)s")
+    one = command("figure2", "Accuracy after pruning, with every method.", device=True, data=True)
+    one.add_argument("--methods", **methods)
+    one.add_argument("--epochs", default=100, **epochs)
+    one.add_argument("--seeds", **seeds)
 
     one = command("table1", "Thompson sampling on the bandit problems.", device=True)
     one.add_argument("--problems", **names, help="wheel:0.95 has δ = 0.95; by default the paper's")
@@ -57,8 +61,7 @@ def _parser() -> ArgumentParser:
     one.add_argument("--rounds", **whole, help="rounds of each run; by default the problem's")
     one.add_argument("--settings", default="tuned", metavar="tuned|paper", help="the agents': or what the paper states")
 
-    one = command("cost", "What a step, a posterior and a prediction cost, next to Adam.")
-    one.add_argument("--data", default="mnist", help="mnist, fashion-mnist or digits")
+    one = command("cost", "What a step, a posterior and a prediction cost, next to Adam.", data=True)
     one.add_argument("--rounds", **whole, default=10, help="how often everything is timed, %(default)s")
 
     words = "Everything on one HTML page: runs in DIR are taken as they are, missing ones are run."

@@ -23,7 +23,7 @@ from bayesadam.engine.rules import Adam as Engine
 from bayesadam.engine.stack import constant
 from bayesadam.engine.streams import Streams
 from bayesadam.likelihoods import Component, Moments, Prediction, likelihood
-from experiments.rules import RULES, Adam, Dropout, Rule
+from experiments.rules import RULES, Adam, Rule
 from experiments.stacks import Stack, blocks
 
 # Noise is at least this share of the held-out squared residual, however large the function's own variance.
@@ -31,15 +31,9 @@ _LEAST_NOISE = 0.05
 N_MEMBERS = 5
 
 
-# --- problems and predictions ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Data for a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n), seed by seed.
-
-    The held-out part, (s, m, ...), calibrates and is not trained on.
-    """
+    """Of a stack of networks: x (s, n, inputs) and y (s, n, targets), or class indices (s, n); others to calibrate."""
 
     x: Tensor
     y: Tensor
@@ -57,10 +51,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """How a network is trained; the defaults are the paper's for its toy problem.
-
-    The loss has the penalty (`weight_decay`/2)|θ|²; an epoch is counted in examples.
-    """
+    """How a network is trained; the defaults are the paper's for its toy problem. An epoch is counted in examples."""
 
     epochs: int = 20_000
     batch_size: int = 100
@@ -85,7 +76,7 @@ class Problem:
     @cached_property
     def optimum(self) -> Stack:
         """The networks at their optimum under Adam: trained once, shared by the methods that start from there."""
-        return trained(self, Dropout if self.network.dropout else Adam)
+        return trained(self, Adam)
 
     def networks(self) -> list[nn.Sequential]:
         return [self.network.build(member(self.optimum.params, index)) for index in range(len(self.seeds))]
@@ -148,9 +139,6 @@ def noise_variance(draws: Tensor, y: Tensor) -> Tensor:
     return (square - spread).clamp(min=_LEAST_NOISE * square)
 
 
-# --- functions drawn from what a rule has learnt --------------------------------------------------------------------
-
-
 def drawn(name: str, problem: Problem, stack: Stack, index: int) -> Callable[[Tensor], Tensor]:
     """One seed's functions, always the same: from inputs to draws of f, (n, b, outputs)."""
 
@@ -193,10 +181,9 @@ def fit_map(problem: Problem) -> list[Predictor]:
     return _sampled(problem, [partial(_once, network) for network in problem.networks()])
 
 
+@torch.no_grad()
 def _once(network: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        outputs: Tensor = network(x)
-    return outputs.unsqueeze(0)
+    return network(x).unsqueeze(0)  # type: ignore[no-any-return]
 
 
 def fit_ensemble(problem: Problem) -> list[Predictor]:
@@ -215,9 +202,6 @@ def fit_ensemble(problem: Problem) -> list[Predictor]:
         params = {name: torch.cat([first[name][index, None], t[members]]) for name, t in others.items()}
         draws.append(partial(forward, problem.network, params))
     return _sampled(problem, draws, mixed=True)
-
-
-# --- networks linearised around their optimum -----------------------------------------------------------------------
 
 
 def with_noise(problem: Problem, posteriors: Sequence[Posterior]) -> list[Predictor]:
@@ -247,8 +231,7 @@ def fit_laplace_diagonal(problem: Problem) -> list[Predictor]:
     """Laplace with the diagonal of the GGN, H = Σ_n J_nᵀ J_n/σ² + δ, and δ by evidence; the network linearised."""
     predictors: list[Predictor] = []
     for index, network in enumerate(problem.networks()):
-        jacobian, noise = _scaled_jacobian(problem, network, index)
-        params = dict(network.named_parameters())
+        (jacobian, noise), params = _scaled_jacobian(problem, network, index), dict(network.named_parameters())
         curvature = jacobian.square().sum(dim=0)
         variance = (curvature + _evidence(curvature, params)).reciprocal().float()
         pieces = zip(params.items(), torch.split(variance, [p.numel() for p in params.values()]), strict=True)
@@ -278,7 +261,7 @@ def fit_laplace_full(problem: Problem) -> list[Predictor]:
 
         return predict
 
-    return [predictor(*each) for each in enumerate(problem.networks())]
+    return [predictor(*pair) for pair in enumerate(problem.networks())]
 
 
 @torch.no_grad()
@@ -337,9 +320,6 @@ def diagonal_ggn(network: Network, params: Mapping[str, Tensor], x: Tensor, at_o
     return total
 
 
-# --- the reference --------------------------------------------------------------------------------------------------
-
-
 def fit_gp(problem: Problem) -> list[Predictor]:
     """The reference of Figure 1: an exact Gaussian process whose hyperparameters maximise the marginal likelihood.
 
@@ -365,14 +345,15 @@ def fit_gp(problem: Problem) -> list[Predictor]:
     return [predictor(x, y) for x, y in zip(problem.data.x.double(), targets, strict=True)]
 
 
+# The first five as in the paper's figure, in its order.
 METHODS: Mapping[str, Method] = {
     "gp": fit_gp,
     "badam": fit_badam,
-    **{name: partial(fit_rule, name) for name in RULES if name != "adam"},
-    # With a noise as small as the toy problem's its usual rate diverges.
-    "ivon": partial(fit_rule, "ivon", learn_noise=True),
+    **{name: partial(fit_rule, name) for name in ("mc-dropout", "bbb", "vadam")},
     "map": fit_map,
     "laplace-diagonal": fit_laplace_diagonal,
     "laplace-full": fit_laplace_full,
+    # With a noise as small as the toy problem's its usual rate diverges.
+    "ivon": partial(fit_rule, "ivon", learn_noise=True),
     "ensemble": fit_ensemble,
 }

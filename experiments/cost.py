@@ -15,15 +15,15 @@ import torch
 
 from bayesadam.engine.network import Network
 from bayesadam.engine.stack import constant
-from experiments import baselines, figure1, figure2, plots
+from experiments import baselines, figure1, figure2
 from experiments.baselines import Problem, Training, trained
 from experiments.data import load_images
+from experiments.facts import TITLES
 from experiments.rules import RULES
-from experiments.running import MISSING, Run, Sample, Table, digits
-from experiments.stacks import Stack, blocks
+from experiments.running import MISSING, Run, Table, digits, mean
+from experiments.stacks import blocks
 
 PROBLEMS = {"regression": "the toy regression", "pruning": "the image network"}
-TITLES = {"adam": "Adam", **plots.METHOD_TITLES}
 MEASURES = {"step": "training step", "posterior": "posterior, of training", "prediction": "prediction"}
 # Steps of one call, turns of a round, images of the GGN that is timed, and inputs that are predicted.
 _STEPS, _TURNS, _IMAGES, _INPUTS = 20, 3, 500, 100
@@ -75,42 +75,36 @@ def costs(problem: Problem, rounds: int) -> dict[str, dict[str, list[float]]]:
     dropped = replace(problem.network, dropout=problem.network.dropout or 0.2)
     plain, mc = (replace(problem, network=replace(dropped, dropout=rate)) for rate in (0.0, dropped.dropout))
     problems = {"adam": plain, "bbb": plain, "vadam": plain, "mc-dropout": mc}
-    stacks = {"badam": problem.optimum, **{name: trained(each, RULES[name]) for name, each in problems.items()}}
+    stacks = {"badam": problem.optimum, **{name: trained(of, RULES[name]) for name, of in problems.items()}}
     network, x = problem.networks()[0].eval(), data.x_held_out[0][:_INPUTS]
     (rows,) = blocks(len(data), min(problem.training.batch_size, len(data)), problem.seeds, _STEPS)
-
-    def steps(stack: Stack) -> None:
-        stack.train(rows, constant(problem.training.lr))
-
-    def average(name: str) -> None:
-        baselines.drawn(name, problems[name], stacks[name], 0)(x).mean(dim=0)
-
+    steps = {name: partial(stack.train, rows, constant(problem.training.lr)) for name, stack in stacks.items()}
     scale = 1.0
     laplace: Callable[[], object] = partial(baselines.fit_laplace_diagonal, problem)
     if data.likelihood == "classification":
-        scale = len(data) / len(data.x[0][:_IMAGES])
-        laplace = partial(baselines.diagonal_ggn, problem.network, problem.optimum.params, data.x[0][:_IMAGES])
-    adam: Calls = {"adam": partial(steps, stacks["adam"])}
-    (posterior,) = baselines.read(problem, prior_precision=1.0)
+        images, params = data.x[0][:_IMAGES], problem.optimum.params
+        scale, laplace = len(data) / len(images), partial(baselines.diagonal_ggn, problem.network, params, images)
+    read = partial(baselines.read, problem, prior_precision=1.0)
     predict: dict[str, Callable[[], object]] = {
         "adam": torch.no_grad()(partial(network, x)),
-        "badam": partial(posterior.predict, x),
-        **{name: partial(average, name) for name in ("mc-dropout", "bbb", "vadam")},
+        "badam": partial(read()[0].predict, x),
     }
-    read: Calls = {
-        "badam": lambda: baselines.read(problem, prior_precision=1.0)[0].variance,
-        "laplace-diagonal": laplace,
-    }
-    posteriors = ratios({**adam, **read}, rounds)
-    shares = {name: [ratio * _STEPS / total for ratio in posteriors[name]] for name in read}
-    shares["laplace-diagonal"] = [scale * share for share in shares["laplace-diagonal"]]
+    for name in ("mc-dropout", "bbb", "vadam"):
+        predict[name] = partial(
+            lambda draw: draw(x).mean(dim=0), baselines.drawn(name, problems[name], stacks[name], 0)
+        )
+    adam = {"adam": steps["adam"]}
+    posteriors = ratios({**adam, "badam": lambda: read()[0].variance, "laplace-diagonal": laplace}, rounds)
     measured = {
-        "step": ratios({**adam, **{name: partial(steps, stack) for name, stack in stacks.items()}}, rounds),
-        "posterior": shares,
+        "step": ratios({**adam, **steps}, rounds),
+        "posterior": {
+            name: [of * ratio * _STEPS / total for ratio in posteriors[name]]
+            for name, of in (("badam", 1.0), ("laplace-diagonal", scale))
+        },
         "prediction": ratios(predict, rounds),
     }
-    named = [name for name in TITLES if name in {**stacks, **shares}]
-    return {name: {what: each[name] for what, each in measured.items() if name in each} for name in named}
+    named = [name for name in TITLES if any(name in of for of in measured.values())]
+    return {name: {what: of[name] for what, of in measured.items() if name in of} for name in named}
 
 
 def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
@@ -118,12 +112,12 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     rows = []
     for problem, methods in results.items():
         for method, measured in methods.items():
-            means = [Sample.of(measured.get(what, ())).mean for what in MEASURES]
+            means = [mean(measured.get(what, ())) for what in MEASURES]
             rows.append((f"{PROBLEMS.get(problem, problem)}, {TITLES.get(method, method)}", *map(digits, means)))
     note = (
-        "A training step is over Adam's without dropout, of one network on the CPU. The posterior is what follows "
-        "training, over Adam's training of the paper's length. A prediction of 100 inputs is over a forward pass: "
-        f"Badam's network is linearised, the others average 100 functions. {MISSING}: nothing to compute."
+        "A training step is over Adam's without dropout, of one network on the CPU; what follows training, over Adam's "
+        "training of the paper's length; a prediction of 100 inputs over a forward pass: Badam's is linearised, the "
+        f"others average 100 functions. {MISSING}: nothing to compute."
     )
     return Table(f"Costs, mean of {settings['rounds']} rounds", ("network, method", *MEASURES.values()), rows, note)
 
@@ -132,5 +126,4 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path,
     """The command."""
     task = Run("cost", seed, out, asdict(settings), quiet=quiet)
     results = {name: costs(problem_named(name, seed, settings.data), settings.rounds) for name in PROBLEMS}
-    task.show(table(results, asdict(settings)))
-    return task.finish({}, results)
+    return task.finish({}, results, table(results, asdict(settings)))

@@ -6,6 +6,7 @@ has its name there only once its checksum is right: one set is never taken for a
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import lzma
@@ -16,7 +17,7 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,9 +38,6 @@ _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
-# --- where it is ----------------------------------------------------------------------------------------------------
-
-
 class DataFile(NamedTuple):
     """A file below the folder of all sets, which may also hold it as .gz or .xz; a source of .zip holds it packed."""
 
@@ -49,50 +47,16 @@ class DataFile(NamedTuple):
     url: str
 
 
-# A set, its folder and source; then each of its files with bytes and checksum. Below a source that ends in "/" a file
-# has its published name. Jester's authors have a spreadsheet, which is not this file; UCI has statlog as .Z, which
-# Python cannot unpack.
-_SETS = """
-mnist mnist https://ossci-datasets.s3.amazonaws.com/mnist/
-train-images-idx3-ubyte.gz 9912422 440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609
-train-labels-idx1-ubyte.gz 28881 3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c
-t10k-images-idx3-ubyte.gz 1648877 8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6
-t10k-labels-idx1-ubyte.gz 4542 f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6
-fashion-mnist fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/
-train-images-idx3-ubyte.gz 26421880 3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84
-train-labels-idx1-ubyte.gz 29515 a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845
-t10k-images-idx3-ubyte.gz 4422102 346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073
-t10k-labels-idx1-ubyte.gz 5148 67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5
-mushroom bandits/mushroom https://archive.ics.uci.edu/ml/machine-learning-databases/mushroom/
-agaricus-lepiota.data 373704 e65d082030501a3ebcbcd7c9f7c71aa9d28fdfff463bf4cf4716a3fe13ac360e
-financial bandits/financial https://storage.googleapis.com/bandits_datasets/
-raw_stock_contexts 1987117 cf468e5aae150dfd5c6b096464cd11e85f8b01198f8e49bedb941948850a6315
-jester bandits/jester https://raw.githubusercontent.com/negi-soumya/eigentaste/0877aa8b2b16531cc806a77bae606ad2b8ee5122/jester-data-1.zip
-jester-data-1.csv 11712553 4692895acc91263ec11592cb94687725e28afdd451845ab46c2ac6ba3ebc414e
-statlog bandits/statlog https://storage.googleapis.com/bandits_datasets/
-shuttle.trn 1153518 87b24ee9fb5137e1d417659cf905d84d0e15342bbaa60770f1ae83da1a38200a
-adult bandits/adult https://archive.ics.uci.edu/ml/machine-learning-databases/adult/
-adult.data 3974305 5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d
-adult.test 2003153 a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05
-covertype bandits/covertype https://storage.googleapis.com/bandits_datasets/
-covtype.data 75169317 0a9371cef7c964b5475d6053cc3e0894a5aa6f65ad1ed3ecb01c45aa96217945
-census bandits/census https://archive.ics.uci.edu/ml/machine-learning-databases/census1990-mld/
-USCensus1990.data.txt 361344227 38e99f50855ddc03167b715b36519ef40b77295ae4e85dfef0c6429ac79ed799
-census-1000 bandits/census https://raw.githubusercontent.com/AmyLinck/project4/f0b912615fab8a5f395d6a4fa245e6c4a9687c5f/Data/original/us_census_1990.csv
-us_census_1990_rows1000.csv 145002 4c5c60d66a06e57dc41e3e5f08d2427b3dabd393839b2d8592e7038f55a3ee99
-"""
-
-
 def _sets() -> dict[str, dict[str, DataFile]]:
-    """The files of every set by name; two sets need none."""
+    """The files of every set by name, out of `sets.csv`; two sets need none.
+
+    Jester's authors have a spreadsheet, which is not this file; UCI has statlog as .Z, which Python cannot unpack.
+    """
     sets: dict[str, dict[str, DataFile]] = {"digits": {}, "wheel": {}}
-    name = folder = source = ""
-    for first, second, third in map(str.split, _SETS.strip().splitlines()):
-        if third.startswith("http"):
-            name, folder, source = first, second, third
-        else:
-            url = source + first if source.endswith("/") else source
-            sets.setdefault(name, {})[first] = DataFile(folder, int(second), third, url)
+    with Path(__file__).with_name("sets.csv").open(encoding="utf-8", newline="") as stream:
+        for row in csv.DictReader(stream):
+            about = DataFile(row["folder"], int(row["bytes"]), row["sha256"], row["url"])
+            sets.setdefault(row["set"], {})[row["file"]] = about
     return sets
 
 
@@ -129,14 +93,16 @@ def find(name: str) -> dict[str, Path]:
     return paths
 
 
-def locate(name: str) -> dict[str, Path]:
-    """Where the files of a data set are, by published name; missing ones are downloaded to the cache.
+def locate(name: str, files: Sequence[str] = ()) -> dict[str, Path]:
+    """Where the files of a data set are, all or these, by published name; missing ones are downloaded to the cache.
 
     Raises:
         FileError: a file has the wrong size, or is absent and cannot be downloaded.
     """
     present, paths = find(name), {}
     for file, about in data_set(name).items():
+        if files and file not in files:
+            continue
         path = paths[file] = present.get(file) or _download(name, file, about)
         # A truncated file is caught without reading it.
         if path.name == file and (size := path.stat().st_size) != about.n_bytes:
@@ -148,10 +114,8 @@ def locate(name: str) -> dict[str, Path]:
 def _download(name: str, file: str, about: DataFile) -> Path:
     """Download one file to the cache."""
     named, cache = _folders()
-    absent = (
-        f"{file} of the data set {name!r} is neither in BAYESADAM_DATA ({named or 'not set'}) nor in {cache}, below "
-        f"{about.folder}: put it there by hand"
-    )
+    places = f"neither in BAYESADAM_DATA ({named or 'not set'}) nor in {cache}, below {about.folder}"
+    absent = f"{file} of the data set {name!r} is {places}: put it there by hand"
     try:
         # A server that packs what it sends would have it unpacked on arrival, .gz files included.
         download = require("pooch").HTTPDownloader(timeout=TIMEOUT, headers={"Accept-Encoding": "identity"})
@@ -176,15 +140,13 @@ def _download(name: str, file: str, about: DataFile) -> Path:
     return target
 
 
-# --- images ---------------------------------------------------------------------------------------------------------
-
 IMAGE_SETS = ("mnist", "fashion-mnist", "digits")
 _DIGITS_TEST = 360
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """Images x, float32 of shape (n, height · width) in [0, 1], and their classes y, int64 of shape (n,)."""
+    """Images x, (n, height · width) in [0, 1], and their classes y, (n,)."""
 
     train_x: Tensor
     train_y: Tensor
@@ -201,25 +163,26 @@ def load_images(name: str) -> Images:
     """The training and test images of `"mnist"`, `"fashion-mnist"` or `"digits"`, which needs scikit-learn alone."""
     if name not in IMAGE_SETS:
         raise SettingError(f"images are those of {', '.join(IMAGE_SETS)}, got {name!r}")
-    if name == "digits":
-        x, y = require("sklearn.datasets").load_digits(return_X_y=True)
-        # The same images are held out for ever: numpy never changes this old generator.
-        order = np.random.RandomState(0).permutation(len(x))
-        splits = [(16, x[rows], y[rows]) for rows in (order[_DIGITS_TEST:], order[:_DIGITS_TEST])]
-    else:
-        paths = locate(name)
-        splits = [(255, *_read_split(paths, split)) for split in ("train", "t10k")]
-    parts = [(torch.tensor(x).flatten(1).float().div_(largest), torch.tensor(y).long()) for largest, x, y in splits]
-    return Images(*parts[0], *parts[1])
+    if name != "digits":
+        splits = [(x.flatten(1), y) for x, y in (load_split(name, split) for split in ("train", "t10k"))]
+        return Images(*splits[0], *splits[1])
+    x, y = require("sklearn.datasets").load_digits(return_X_y=True)
+    # The same images are held out for ever: numpy never changes this old generator.
+    order = np.random.RandomState(0).permutation(len(x))
+    x, y = torch.tensor(x[order]).float().div_(16), torch.tensor(y[order]).long()
+    return Images(x[_DIGITS_TEST:], y[_DIGITS_TEST:], x[:_DIGITS_TEST], y[:_DIGITS_TEST])
 
 
-def _read_split(paths: Mapping[str, Path], split: str) -> tuple[Numbers, Numbers]:
-    files = [paths[f"{split}-{kind}-ubyte.gz"] for kind in ("images-idx3", "labels-idx1")]
+def load_split(name: str, split: str) -> tuple[Tensor, Tensor]:
+    """Images (n, height, width) in [0, 1] and classes of `"train"` or `"t10k"`."""
+    names = [f"{split}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1")]
+    paths = locate(name, names)
+    files = [paths[file] for file in names]
     images, labels = map(read_idx, files)
     if images.ndim < 2 or labels.shape != images.shape[:1]:
         shapes = f"images of shape {images.shape}, labels of shape {labels.shape}"
         raise FileError(f"{' and '.join(map(str, files))} do not belong together: {shapes}")
-    return images, labels
+    return torch.tensor(images).float().div_(255), torch.tensor(labels).long()
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
@@ -235,9 +198,6 @@ def read_idx(path: Path) -> npt.NDArray[np.uint8]:
     if len(shape) != raw[3] or len(raw) - body != math.prod(shape):
         raise FileError(f"{path} is truncated: {len(raw)} bytes do not hold an array of shape {shape}")
     return np.frombuffer(raw, np.uint8, offset=body).reshape(shape)
-
-
-# --- tables ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,8 +245,7 @@ def _read_classes(separator: str | None, width: int, path: Path) -> Table:
     return Table(rows[:, :-1].astype(np.float32), _classes(path, rows[:, -1] - 1, 7), 7)
 
 
-read_statlog = partial(_read_classes, None, 9)
-read_covertype = partial(_read_classes, ",", 54)
+read_statlog, read_covertype = partial(_read_classes, None, 9), partial(_read_classes, ",", 54)
 
 
 def read_adult(data: Path, test: Path) -> Table:
@@ -367,12 +326,8 @@ def _one_hot(columns: Sequence[Numbers]) -> Numbers:
     return encoded
 
 
-# --- the toy regression ---------------------------------------------------------------------------------------------
-
 Interval = tuple[float, float]
-N_TRAIN = 200
-TRAIN_INTERVAL: Interval = (0.0, 0.5)
-TEST_INTERVAL: Interval = (-0.5, 1.2)
+N_TRAIN, TRAIN_INTERVAL, TEST_INTERVAL = 200, (0.0, 0.5), (-0.5, 1.2)
 # The paper writes ε ~ N(0, 0.02), and we read a standard deviation. dy/dε reaches 1 + 1.8 π ≈ 6.7, so y varies by up
 # to 0.13, as in the paper's picture; were 0.02 a variance, by up to 0.94, and the curve, of height 1, would be buried.
 _NOISE_STD = 0.02

@@ -18,37 +18,25 @@ from bayesadam.engine.network import Network
 from experiments import plots
 from experiments.baselines import METHODS, Data, Method, Predictor, Problem, Training, fit_rule
 from experiments.data import N_TRAIN, TEST_INTERVAL, TRAIN_INTERVAL, ToyData, toy_grid, toy_points
+from experiments.facts import COLOURS, TITLES
 from experiments.released import fit_letter, fit_script
-from experiments.running import Run, Sample, Table, check_methods, digits, generator, run_parts, seeds_of
+from experiments.running import Run, Table, check_methods, digits, generator, mean, run_parts, seeds_of
 
-# Vadam from other initial precisions than its usual 10⁴.
-_PRECISIONS = (1e1, 1e2, 1e3, 1e5)
 # Rows of the table that stand beside those of the figure: what the paper leaves open, settled otherwise.
 VARIANTS: Mapping[str, Method] = {
     "badam-released": fit_script,
     "badam-letter": fit_letter,
     "bbb-learnt": partial(fit_rule, "bbb", learn_noise=True),
     "vadam-learnt": partial(fit_rule, "vadam", learn_noise=True),
-    **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in _PRECISIONS},
+    # From other initial precisions than its usual 10⁴.
+    **{f"vadam-precision-{p:g}": partial(fit_rule, "vadam", initial_std=p**-0.5) for p in (1e1, 1e2, 1e3, 1e5)},
 }
-# The first five as in the paper's figure, in its order.
-TITLES = {
-    "gp": "GP",
-    **{name: plots.METHOD_TITLES[name] for name in ("badam", "mc-dropout", "bbb", "vadam")},
-    "map": "MAP",
-    "laplace-diagonal": "Laplace, diagonal GGN",
-    "laplace-full": "Laplace, full GGN",
-    "ivon": "IVON",
-    "ensemble": "Ensemble of 5",
-    "badam-released": "Badam, as the released code",
-    "badam-letter": "Badam, to the letter of the paper",
-    "bbb-learnt": "Bayes by Backprop, noise learnt",
-    "vadam-learnt": "Vadam, noise learnt",
-    **{f"vadam-precision-{p:g}": f"Vadam, initial precision {p:g}" for p in _PRECISIONS},
-}
+METHODS_SHOWN = (*METHODS, *VARIANTS)
 METRICS = ("nll_in", "nll_out", "std_in", "std_near", "std_far", "std_out", "coverage95_in", "rmse_in")
 # Outside, "near" are inputs at most so far from the middle of the training range, and "far" the others.
 _NEAR = 0.5
+# One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,7 +46,7 @@ class Settings:
     `n_held_out` points calibrate, `n_test` in range and as many outside give the scores.
     """
 
-    methods: tuple[str, ...] = tuple(TITLES)
+    methods: tuple[str, ...] = METHODS_SHOWN
     n_seeds: int = 5
     epochs: int = 20_000
     batch_size: int = 100
@@ -68,16 +56,16 @@ class Settings:
     n_test: int = 500
 
     def __post_init__(self) -> None:
-        check_methods(self.methods, TITLES)
+        check_methods(self.methods, METHODS_SHOWN)
 
 
 def drawn(seed: int, settings: Settings) -> tuple[ToyData, ToyData, ToyData, ToyData]:
     """Training, held-out, in-range and outside points of one seed."""
-    source = generator(seed, "toy")
-    low, high = TRAIN_INTERVAL
-    counts = (N_TRAIN, settings.n_held_out, settings.n_test)
-    train, held_out, near = (toy_points(n, generator=source) for n in counts)
-    outside = ((TEST_INTERVAL[0], low), (high, TEST_INTERVAL[1]))
+    source, outside = (
+        generator(seed, "toy"),
+        ((TEST_INTERVAL[0], TRAIN_INTERVAL[0]), (TRAIN_INTERVAL[1], TEST_INTERVAL[1])),
+    )
+    train, held_out, near = (toy_points(n, generator=source) for n in (N_TRAIN, settings.n_held_out, settings.n_test))
     return train, held_out, near, toy_points(settings.n_test, generator=source, intervals=outside)
 
 
@@ -90,15 +78,10 @@ def problem_of(sets: Sequence[tuple[ToyData, ...]], seeds: tuple[int, ...], sett
     return Problem(Data(x, y, x_held_out, y_held_out, "regression"), Network(1, (50, 50), 1), training, seeds)
 
 
-# One method's results as plain data: its scores seed by seed, and the first seed's mean and deviation on the grid.
-Row = dict[str, Any]
-
-
 def fit_methods(methods: Sequence[str], *, seed: int, settings: Settings) -> Iterator[tuple[str, Row]]:
     """Fit some methods on every seed at once, and score them."""
     seeds = seeds_of(seed, settings.n_seeds)
-    sets = [drawn(s, settings) for s in seeds]
-    problem = problem_of(sets, seeds, settings)
+    problem = problem_of(sets := [drawn(s, settings) for s in seeds], seeds, settings)
     for method in methods:
         yield method, _scored({**METHODS, **VARIANTS}[method](problem), sets)
 
@@ -134,32 +117,26 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
     columns |= {"std_in": "std in", "std_near": "std near", "std_far": "std far", "std_out": "std out"}
     rows = []
     for method, scores in results.items():
-        means = {name: Sample.of(scores.get(name, ())).mean for name in columns}
+        means = {name: mean(scores.get(name, ())) for name in columns}
         growth = means["std_out"] / means["std_in"] if means["std_in"] > 0 else math.nan
         rows.append((TITLES.get(method, method), *map(digits, (*means.values(), growth))))
     note = (
-        "NLL is the mean negative log-likelihood of new points, lower is better; RMSE is that of noisy points. “std” "
-        "is the function's standard deviation, without noise. “In” is the training range, 0 to 0.5; “out” is −0.5 to "
-        "0 and 0.5 to 1.2, where no method has seen data, “near” its part at most 0.25 away and “far” the rest. The "
-        "noise is the held-out squared error of a network unless it is learnt. The paper prints no numbers for this "
-        "figure."
+        "NLL and RMSE are of new, noisy points, “std” is the function's deviation. “In” is the training range, "
+        "0 to 0.5; “out” is −0.5 to 0 and 0.5 to 1.2, “near” its part at most 0.25 away, “far” the rest. The noise is "
+        "the held-out squared error of a network unless it is learnt. The paper prints no numbers for this figure."
     )
     return Table(f"Scores, mean of {settings['n_seeds']} seeds", ("method", *columns.values(), "out / in"), rows, note)
 
 
 def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
-    """One panel per method, the same axes in each: the first seed's data, mean, one and two standard deviations.
-
-    Of the variants only the released code's is drawn, unless there is nothing else.
-    """
+    """A panel a method, of the variants the released code's alone: the first seed's data, mean, and bands."""
     rows = {name: row for name, row in rows.items() if name not in VARIANTS or name == "badam-released"} or rows
-    train, *_ = drawn(seeds_of(seed, 1)[0], settings)
-    grid = toy_grid()
+    (train, *_), grid = drawn(seeds_of(seed, 1)[0], settings), toy_grid()
     x = grid.x.squeeze(1).numpy()
 
     def panel(axes: Axes, method: str, row: Row) -> None:
         axes.axvspan(*TRAIN_INTERVAL, color=plots.FAINT, alpha=0.35, linewidth=0)
-        shade, mean, std = plots.colour(method), np.array(row["mean"]), np.array(row["std"])
+        shade, mean, std = COLOURS.get(method, plots.MUTED), np.array(row["mean"]), np.array(row["std"])
         for width in (1, 2):
             axes.fill_between(x, mean - width * std, mean + width * std, color=shade, alpha=0.16, linewidth=0)
         axes.plot(x, grid.y.squeeze(1), color=plots.INK, linewidth=1, linestyle=(0, (4, 3)))
@@ -171,14 +148,14 @@ def picture(rows: Mapping[str, Row], seed: int, settings: Settings) -> Figure:
     title = "Toy regression: mean, one and two standard deviations (noise included)"
     draw = [partial(panel, method=method, row=row) for method, row in rows.items()]
     with plots.house_style():
-        return plots.panels(draw, title, columns=5, size=(2.9, 2.7), margin=(0.4, 0.5))[0]
+        return plots.panels(draw, title, columns=5, size=(2.9, 2.7))
 
 
 def run(*, seed: int, out: Path, quiet: bool, settings: Settings) -> tuple[Path, ...]:
     """The command."""
     task = Run("figure1", seed, out, asdict(settings), quiet=quiet)
     parts = run_parts(task, settings.methods, partial(fit_methods, seed=seed, settings=settings))
-    rows = {name: parts[name] for name in TITLES if name in parts}
+    rows = {name: parts[name] for name in METHODS_SHOWN if name in parts}
     results = {method: row["scores"] for method, row in rows.items()}
-    task.show(table(results, asdict(settings)))
-    return task.finish({"figure1.png": plots.png(picture(rows, seed, settings))}, results)
+    files = {"figure1.png": plots.png(picture(rows, seed, settings))}
+    return task.finish(files, results, table(results, asdict(settings)))

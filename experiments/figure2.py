@@ -1,7 +1,7 @@
 """Figure 2: accuracy of MNIST networks after pruning, by every method's ranking."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
@@ -18,27 +18,16 @@ from bayesadam.engine.network import Network, forward, unflatten
 from experiments import plots, released
 from experiments.baselines import Data, Problem, Training, diagonal_ggn, read, trained
 from experiments.data import Images, load_images
+from experiments.facts import COLOURS, FACTS, TITLES
 from experiments.rules import RULES
 from experiments.running import Run, Table, check_methods, fixed, run_parts, seeds_of
 
-FRACTIONS = (
-    *(round(0.1 * k, 1) for k in range(8)),
-    *(0.75, 0.8, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.992, 0.995, 0.997, 0.999),
-)
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
+FRACTIONS = tuple(sorted({*SHOWN, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.96, 0.97, 0.992, 0.995, 0.997, 0.999}))
 # Badam's networks, whose weights that stay make up for those that go: by these rankings, on so many training images.
 CONDITIONED, BY, N_INPUTS = "badam-conditioned", ("between", "snr", "magnitude"), 1000
 RELEASED = "badam-released"
-TITLES = {
-    CONDITIONED: "Badam, conditioned",
-    **plots.METHOD_TITLES,
-    RELEASED: "Badam, as the released notebook",
-}
-# The accuracies that the notebook prints, of one network.
-PRINTED: Mapping[str, Mapping[float, float]] = {
-    "snr": {0.0: 0.9818, 0.5: 0.9822, 0.9: 0.9398, 0.95: 0.7219, 0.98: 0.1653, 0.99: 0.1135},
-    "magnitude": {0.0: 0.9818, 0.5: 0.9807, 0.9: 0.5514, 0.95: 0.2315, 0.98: 0.1604, 0.99: 0.1009},
-}
+METHODS = (CONDITIONED, "badam", "mc-dropout", "bbb", "vadam", "ivon", "laplace-diagonal", RELEASED)
 _STYLES = {"snr": "-", "magnitude": "--", "path-snr": ":", "between": "-."}
 _SHADES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7")
 
@@ -51,7 +40,7 @@ class Settings:
     """
 
     data: str = "mnist"
-    methods: tuple[str, ...] = tuple(TITLES)
+    methods: tuple[str, ...] = METHODS
     n_seeds: int = 5
     epochs: int = 100
     hidden: tuple[int, ...] = (400, 400)
@@ -61,7 +50,7 @@ class Settings:
     beta2: float = 0.99999
 
     def __post_init__(self) -> None:
-        check_methods(self.methods, TITLES)
+        check_methods(self.methods, METHODS)
 
 
 def problem_of(images: Images, network: Network, training: Training, seeds: tuple[int, ...], device: str) -> Problem:
@@ -71,53 +60,33 @@ def problem_of(images: Images, network: Network, training: Training, seeds: tupl
     return Problem(Data(x, y, x_test, y_test, "classification"), network, training, seeds)
 
 
-# --- weights and their signal-to-noise ratios, of every seed: (s, *shape) by name -----------------------------------
-
+# Weights and their signal-to-noise ratios, of every seed: (s, *shape) by name.
 Weights = dict[str, Tensor]
 Ranked = tuple[Weights, Weights]
 
 
-def _from_adam(problem: Problem) -> Ranked:
-    """Read off Adam's state, as the paper has it: no prior."""
-    posteriors, weights = read(problem, prior_precision=0.0), problem.optimum.params
-    ratios = [posterior.snr() for posterior in posteriors]
-    return weights, {name: torch.stack([snr[name] for snr in ratios]) for name in weights}
-
-
-def _usual(problem: Problem) -> Problem:
-    """With Adam's usual β, for the methods that do not read its state."""
-    return replace(problem, training=replace(problem.training, betas=(0.9, 0.999)))
-
-
-def _from_rule(name: str, problem: Problem, **changes: Any) -> Ranked:
-    found = trained(_usual(problem), RULES[name], **changes).gaussian()
-    assert found is not None
-    snr = found.mean.abs() / found.variance.sqrt()
-    return unflatten(problem.network, found.mean), unflatten(problem.network, snr)
-
-
-def _from_ggn(problem: Problem) -> Ranked:
-    weights = _usual(problem).optimum.params
-    return weights, _ratios(weights, diagonal_ggn(problem.network, weights, problem.data.x[0]))
-
-
-def _from_notebook(problem: Problem) -> Ranked:
-    _, weights, moments = released.trained(problem, released.NOTEBOOK)
-    return weights, _ratios(weights, {name: len(problem.data) * v.sqrt() for name, v in moments.items()})
-
-
-def _ratios(weights: Weights, precision: Weights) -> Weights:
-    return {name: weights[name].abs() * p.clamp(min=1e-30).sqrt() for name, p in precision.items()}
-
-
-_TRAINERS: Mapping[str, Callable[[Problem], Ranked]] = {
-    RELEASED: _from_notebook,
-    "mc-dropout": lambda problem: _from_adam(_usual(problem)),
-    "bbb": partial(_from_rule, "bbb"),
-    "vadam": lambda problem: _from_rule("vadam", problem, prior_precision=len(problem.data) / 600),
-    "ivon": partial(_from_rule, "ivon", lr=0.1, initial_hessian=0.1),
-    "laplace-diagonal": _from_ggn,
-}
+def ranked(method: str, problem: Problem) -> Ranked:
+    """What a method's networks know; all but Badam's have Adam's usual β."""
+    usual, n = replace(problem, training=replace(problem.training, betas=(0.9, 0.999))), len(problem.data)
+    rules: dict[str, dict[str, Any]] = {"bbb": {}, "vadam": {"prior_precision": n / 600}}
+    rules["ivon"] = {"lr": 0.1, "initial_hessian": 0.1}
+    if method in rules:
+        belief = trained(usual, RULES[method], **rules[method]).gaussian()
+        assert belief is not None
+        snr = belief.mean.abs() / belief.variance.sqrt()
+        return unflatten(problem.network, belief.mean), unflatten(problem.network, snr)
+    if method in (RELEASED, "laplace-diagonal"):
+        if method == RELEASED:
+            _, weights, moments = released.trained(problem, released.NOTEBOOK)
+            precision = {name: n * v.sqrt() for name, v in moments.items()}
+        else:
+            weights = usual.optimum.params
+            precision = diagonal_ggn(problem.network, weights, problem.data.x[0])
+        return weights, {name: weights[name].abs() * p.clamp(min=1e-30).sqrt() for name, p in precision.items()}
+    # Read off Adam's state, as the paper has it: no prior.
+    problem = usual if method == "mc-dropout" else problem
+    ratios = [posterior.snr() for posterior in read(problem, prior_precision=0.0)]
+    return problem.optimum.params, {name: torch.stack([snr[name] for snr in ratios]) for name in ratios[0]}
 
 
 def path_scores(snr: Weights) -> Weights:
@@ -150,11 +119,11 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
     """
     if method == CONDITIONED:
         return conditioned(problem)
-    weights, snr = _TRAINERS.get(method, _from_adam)(problem)
+    weights, snr = ranked(method, problem)
     rankings = {"snr": snr, "magnitude": {name: theta.abs() for name, theta in weights.items()}}
     if method == "mc-dropout":
         del rankings["snr"]
-    elif method not in _TRAINERS:
+    if method == "badam":
         rankings["path-snr"] = path_scores(snr)
     return {
         name: {"fractions": FRACTIONS, "accuracy": pruned_accuracy(problem, weights, scores)}
@@ -165,15 +134,14 @@ def curves_of(method: str, problem: Problem) -> dict[str, Any]:
 @torch.no_grad()
 def conditioned(problem: Problem) -> dict[str, Any]:
     """Curves of `ba.prune` with inputs: this share of the matrices goes, and all biases stay."""
+    data, fractions, accuracies = problem.data, [f for f in SHOWN if f >= 0.5], dict[str, list[list[float]]]()
     # The networks that `read` builds are on the CPU.
-    data = problem.data
     inputs, x, y = (part.cpu() for part in (data.x[0, :N_INPUTS], data.x_held_out[0], data.y_held_out[0]))
-    fractions, accuracies = [f for f in SHOWN if f >= 0.5], dict[str, list[list[float]]]()
     for posterior, ranking in product(read(problem, prior_precision=0.0), BY):
         small = (ba.prune(posterior, f, inputs=inputs, ranking=ranking).model.eval() for f in fractions)
         right = [float((model(x).argmax(dim=1) == y).double().mean()) for model in small]
         accuracies.setdefault(ranking, []).append(right)
-    return {ranking: {"fractions": fractions, "accuracy": found} for ranking, found in accuracies.items()}
+    return {ranking: {"fractions": fractions, "accuracy": shares} for ranking, shares in accuracies.items()}
 
 
 @torch.no_grad()
@@ -196,14 +164,12 @@ def pruned_accuracy(problem: Problem, weights: Weights, scores: Weights) -> Any:
 def fit_part(
     names: Sequence[str], *, seed: int, settings: Settings, device: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The curves of each method."""
-    images = load_images(settings.data)
-    inputs, classes, seeds = images.train_x.shape[1], images.n_classes, seeds_of(seed, settings.n_seeds)
-    # Methods that share a network share its training.
+    """The curves of each method; those that share a network share its training."""
+    images, seeds = load_images(settings.data), seeds_of(seed, settings.n_seeds)
     problem = lru_cache(maxsize=1)(partial(problem_of, images, seeds=seeds, device=device))
+    training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
     for name in names:
-        training = Training(settings.epochs, settings.batch_size, settings.lr, 0.0, (0.9, settings.beta2))
-        network = Network(inputs, settings.hidden, classes, dropout=settings.dropout)
+        network = Network(images.train_x.shape[1], settings.hidden, images.n_classes, dropout=settings.dropout)
         if name == RELEASED:
             network = replace(network, activation=released.NOTEBOOK.activation, dropout=0.0)
         yield name, curves_of(name, problem(network, training))
@@ -229,7 +195,7 @@ def table(results: Mapping[str, Any], settings: Mapping[str, Any]) -> Table:
         cells = (f"{b}{fixed(100 * curve.get(f, math.nan), 2)}{b}" for f, b in zip(fractions, bold, strict=True))
         rows.append((f"{TITLES.get(method, method)}, {ranking}", *cells))
         if method == RELEASED:
-            printed = (fixed(100 * PRINTED[ranking].get(f, math.nan), 2) for f in fractions)
+            printed = (fixed(100 * FACTS["notebook"][ranking].get(str(f), math.nan), 2) for f in fractions)
             rows.append((f"*what the notebook prints*, {ranking}", *printed))
     title = f"Test accuracy in % after pruning this share of all weights, mean of {settings['n_seeds']} seeds"
     note = "Magnitude is the paper's baseline with Σ = 1; path scores and conditioning are ours. It prints no numbers."
@@ -243,7 +209,7 @@ def picture(results: Mapping[str, Any], title: str) -> Figure:
         left, right = figure.subplots(1, 2)
         for (method, ranking), curve in mean_curves(results).items():
             shade = _SHADES[list(results).index(method) % len(_SHADES)]
-            look: Any = {"color": plots.COLOURS.get(method, shade), "linestyle": _STYLES.get(ranking, "-")}
+            look: Any = {"color": COLOURS.get(method, shade), "linestyle": _STYLES.get(ranking, "-")}
             look |= {"linewidth": 1.5, "label": f"{TITLES.get(method, method)}, {ranking}"}
             left.plot([100 * f for f in curve], [100 * a for a in curve.values()], **look)
             errors = [max(100 - 100 * a, 0.1) for a in curve.values()]
@@ -261,6 +227,5 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -
     """The command."""
     task = Run("figure2", seed, out, asdict(settings), device=device, quiet=quiet)
     results = run_parts(task, settings.methods, partial(fit_part, seed=seed, settings=settings, device=device))
-    task.show(table(results, asdict(settings)))
     title = f"Pruning {settings.data} networks, {settings.epochs} epochs, mean of {settings.n_seeds} seeds"
-    return task.finish({"figure2.png": plots.png(picture(results, title))}, results)
+    return task.finish({"figure2.png": plots.png(picture(results, title))}, results, table(results, asdict(settings)))

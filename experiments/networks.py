@@ -10,24 +10,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from bayesadam.bandits import settings as kinds
 from bayesadam.bandits.network import Hybrid
 from bayesadam.bandits.observations import Observations
-from bayesadam.bandits.settings import (
-    AgentSettings,
-    Check,
-    Count,
-    Flag,
-    NotNegative,
-    Positive,
-    PositiveOrNone,
-    Share,
-    Widths,
-)
+from bayesadam.bandits.settings import AgentSettings, Check
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, forward, initial, unflatten
 from bayesadam.engine.streams import Streams
 from bayesadam.errors import SettingError
-from experiments.rules import Adam, Badam, Dropout, DroppedBadam, Rule, sampled_outputs
+from experiments.rules import Rule, sampled_outputs
 from experiments.stacks import Stack
 
 # The first rewards' noise has this weight against observations, and each observation forgets this share of the others.
@@ -100,7 +91,7 @@ class Uniform:
 
 
 class EachRun(Uniform):
-    """The library's learner for each run."""
+    """The library's learner for each run, trained where that is due."""
 
     def __init__(self, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int]) -> None:
         self.buffer, self._arms = buffer, list(range(n_arms))
@@ -117,7 +108,6 @@ class EachRun(Uniform):
             learner.observe(seen, seen.add(*new))
 
     def train(self) -> None:
-        """Those learners for which a training is due."""
         for learner, seen in zip(self.learners, self.observed, strict=True):
             if learner.due(seen):
                 learner.belief = learner.train(seen, learner.belief)
@@ -127,26 +117,23 @@ class EachRun(Uniform):
 class NetworkSettings(AgentSettings):
     """A network per run, trained by a rule.
 
-    Attributes:
-        init_range: weights start in U[−r, r], biases at 0; None for torch's U(±1/√fan-in) of both.
-        lr_decay: κ of the inverse decay lr/(1 + κ t) over mini-batches t.
-        average: β of the moving average of the weights that acts in their place; 0 for none.
-        clip: the norm at which the gradient of each run is clipped; None for no clipping.
-        train_steps: t_s, the mini-batches of a training.
-        standardise: whether rewards are learnt in units of their mean and standard deviation so far.
+    Weights start in U[−`init_range`, `init_range`], biases at 0; None for torch's U(±1/√fan-in) of both. `lr_decay` is
+    κ of the inverse decay lr/(1 + κ t) over mini-batches t, `train_steps` t_s, those of a training; `average` the β of
+    a moving average of the weights that acts in their place, 0 for none; `clip` the norm at which the gradient of each
+    run is clipped. With `standardise` rewards are learnt in units of their mean and standard deviation so far.
     """
 
-    hidden: Widths = (100, 100)
+    hidden: kinds.Widths = (100, 100)
     activation: str = "relu"
-    init_range: PositiveOrNone = None
-    lr: Positive = 1e-3
-    lr_decay: NotNegative = 0.0
+    init_range: kinds.PositiveOrNone = None
+    lr: kinds.Positive = 1e-3
+    lr_decay: kinds.NotNegative = 0.0
     betas: Betas = (0.9, 0.999)
-    average: Share = 0.0
-    clip: PositiveOrNone = 5.0
-    batch_size: Count = 512
-    train_steps: Count = 50
-    standardise: Flag = False
+    average: kinds.Share = 0.0
+    clip: kinds.PositiveOrNone = 5.0
+    batch_size: kinds.Count = 512
+    train_steps: kinds.Count = 50
+    standardise: kinds.Flag = False
 
     def n_data(self, rounds: int) -> float:
         """N after so many rounds, for rules that have one."""
@@ -157,17 +144,17 @@ class NetworkSettings(AgentSettings):
 class GreedySettings(NetworkSettings):
     """Adam, with a penalty (λ/2)|θ|² and dropout; `l2_by_noise` multiplies λ by the estimated variance of the noise."""
 
-    l2: NotNegative = 0.0
-    l2_by_noise: Flag = False
-    dropout: Share = 0.0
+    l2: kinds.NotNegative = 0.0
+    l2_by_noise: kinds.Flag = False
+    dropout: kinds.Share = 0.0
 
 
 @dataclass(frozen=True)
 class GaussianSettings(NetworkSettings):
     """A Gaussian over the weights: N is the number of rounds times `n_per_round`, which is the batch size for None."""
 
-    n_per_round: PositiveOrNone = None
-    prior_variance: Positive = 0.1
+    n_per_round: kinds.PositiveOrNone = None
+    prior_variance: kinds.Positive = 0.1
 
     def n_data(self, rounds: int) -> float:
         return float(max(rounds, 1) * (self.n_per_round or self.batch_size))
@@ -184,8 +171,8 @@ class BadamSettings(GreedySettings, GaussianSettings):
 class VariationalSettings(GaussianSettings):
     """A rule that learns a Gaussian by perturbing the weights, all from one deviation: Bayes by Backprop, Vadam."""
 
-    noise_variance: Positive = 0.5
-    initial_std: Positive = 0.02
+    noise_variance: kinds.Positive = 0.5
+    initial_std: kinds.Positive = 0.02
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,21 +185,14 @@ class VariationalSettings(GaussianSettings):
 MakeRule = Callable[[Any, Network, torch.device], Rule]
 
 
-def adam(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
-    """Adam, under dropout where there is some."""
-    return (Dropout if settings.dropout else Adam)(betas=settings.betas)
+def by(kind: type[Rule]) -> MakeRule:
+    """A rule with those of the settings that it has; units are dropped where the settings say so."""
 
+    def make(settings: Any, network: Network, device: torch.device) -> Rule:
+        prior = {"prior_precision": 1 / settings.prior_variance} if hasattr(settings, "prior_variance") else {}
+        return kind.with_settings(**vars(settings), **prior)
 
-def badam(settings: BadamSettings, network: Network, device: torch.device) -> Rule:
-    """The same, with the Gaussian that its state holds."""
-    return (DroppedBadam if settings.dropout else Badam).with_settings(**vars(settings))
-
-
-def variational(kind: type[Rule]) -> MakeRule:
-    """A rule that learns a Gaussian."""
-    return lambda settings, network, device: kind.with_settings(
-        **{**vars(settings), "prior_precision": 1 / settings.prior_variance}
-    )
+    return make
 
 
 class NetworkLearner(Uniform):
@@ -225,37 +205,23 @@ class NetworkLearner(Uniform):
     """
 
     def __init__(
-        self,
-        rule: MakeRule,
-        settings: Any,
-        buffer: Buffer,
-        n_arms: int,
-        seeds: Sequence[int],
-        *,
-        drops: bool = False,
+        self, rule: MakeRule, settings: Any, buffer: Buffer, n_arms: int, seeds: Sequence[int], *, drops: bool = False
     ) -> None:
         super().__init__(settings, buffer, n_arms, seeds)
         device, dropout, l2 = buffer.contexts.device, getattr(settings, "dropout", 0.0), getattr(settings, "l2", 0)
         self.settings, self.buffer, self._drops = settings, buffer, drops
         self.network = Network(buffer.n_features, settings.hidden, n_arms, settings.activation, dropout)
-        self.stack = Stack(
-            self.network,
-            rule(settings, self.network, device),
-            seeds,
-            self._batch,
-            n_data=settings.n_data(buffer.count),
-            weights=initial_weights(self.network, seeds, settings.init_range, device),
-            device=device,
-            average=settings.average,
-            clip=settings.clip,
-        )
+        how: Any = {"device": device, "average": settings.average, "clip": settings.clip or math.inf}
+        how |= {"weights": initial_weights(self.network, seeds, settings.init_range, device)}
+        made, n_data = rule(settings, self.network, device), settings.n_data(buffer.count)
+        self.stack = Stack(self.network, made, seeds, self._batch, n_data=n_data, **how)
         self._batches, self._posterior = Streams(seeds, "batches", device), Streams(seeds, "posterior", device)
         # The Gaussian, kept until the next training.
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._shift = torch.zeros(len(seeds), 1, device=device)
         self._scale = torch.ones_like(self._shift)
         self._errors = torch.full((len(seeds), 2), _NOISE_START, device=device)
-        self.stack.penalty = torch.full_like(self._shift, l2) if l2 else None
+        self.stack.penalties = torch.full_like(self._shift, l2) if l2 else None
         self.stack.scale.fill_(0.5 / getattr(settings, "noise_variance", 0.5))
 
     def choose(self, contexts: Tensor) -> Tensor:
@@ -287,8 +253,7 @@ class NetworkLearner(Uniform):
         predicted = forward(self.network, self.stack.params, contexts).gather(2, arms.unsqueeze(2)).squeeze(2)
         errors = predicted.sub_((rewards - self._shift) / self._scale).square_().sum(dim=1)
         count = rows.stop - rows.start
-        new = torch.stack([errors, torch.full_like(errors, count)], dim=1)
-        self._errors.mul_(_NOISE_MEMORY**count).add_(new)
+        self._errors.mul_(_NOISE_MEMORY**count).add_(torch.stack([errors, torch.full_like(errors, count)], dim=1))
 
     def train(self) -> None:
         """t_s mini-batches, with the learning rate lr/(1 + κ t) over the mini-batches t of all trainings."""
@@ -298,7 +263,7 @@ class NetworkLearner(Uniform):
         if settings.standardise:
             self._shift, self._scale = (moment.float() for moment in self.buffer.moments())
         if getattr(settings, "l2_by_noise", False):
-            self.stack.penalty = self._errors[:, :1] / self._errors[:, 1:] * settings.l2
+            self.stack.penalties = self._errors[:, :1] / self._errors[:, 1:] * settings.l2
         rows = self._batches.rows(self.buffer.count, settings.train_steps, settings.batch_size)
         self.stack.train(rows.transpose(0, 1), lambda done: settings.lr / (1 + settings.lr_decay * done))
         self._moments = None

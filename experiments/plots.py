@@ -1,9 +1,8 @@
-"""The look that all pictures share: one style, and one colour for each method."""
+"""The look that all pictures share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -11,50 +10,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, MUTED, FAINT = "#222222", "#767676", "#D9D9D9"
-# Okabe and Ito's palette, safe for the colour-blind.
-COLOURS: Mapping[str, str] = {
-    **dict.fromkeys(("badam", "badam-map"), "#0072B2"),
-    **dict.fromkeys(("gp", "greedy"), "#009E73"),
-    "mc-dropout": "#E69F00",
-    "bbb": "#D55E00",
-    "vadam": "#CC79A7",
-    **dict.fromkeys(("laplace-full", "laplace-diagonal", "linear"), "#56B4E9"),
-    "ensemble": "#9A7D0A",
-    "ivon": "#8C564B",
-    "hybrid": "#1A1A1A",
-}
-METHOD_TITLES = {
-    "badam": "Badam",
-    "mc-dropout": "MC dropout",
-    "bbb": "Bayes by Backprop",
-    "vadam": "Vadam",
-    "ivon": "IVON",
-    "laplace-diagonal": "Laplace, diagonal GGN",
-}
-_STYLE: dict[Any, Any] = {
-    "figure.dpi": 150,
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "legend.fontsize": 8,
-}
-
-
-def colour(method: str) -> str:
-    """The method's colour; grey for one without."""
-    return COLOURS.get(method, MUTED)
 
 
 def house_style() -> AbstractContextManager[None]:
     """Our style inside, whatever the user's is; theirs again outside."""
-    return matplotlib.style.context(_STYLE, after_reset=True)
+    return matplotlib.style.context(Path(__file__).with_name("house.mplstyle"), after_reset=True)
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
@@ -65,24 +25,14 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
-def panels(
-    draw: Sequence[Callable[[Axes], object]],
-    title: str,
-    *,
-    columns: int,
-    size: tuple[float, float],
-    margin: tuple[float, float],
-) -> tuple[Figure, list[Axes]]:
+def panels(draw: Sequence[Callable[[Axes], object]], title: str, *, columns: int, size: tuple[float, float]) -> Figure:
     """A figure of panels of one size in inches, each drawn by one function, row by row."""
     columns = min(columns, len(draw))
     rows = -(-len(draw) // columns)
-    figure = new_figure(size[0] * columns + margin[0], size[1] * rows + margin[1], title)
-    drawn = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes, one in zip(drawn, draw, strict=False):
-        one(axes)
-    for axes in drawn[len(draw) :]:
-        axes.set_axis_off()
-    return figure, drawn
+    figure = new_figure(size[0] * columns + 0.4, size[1] * rows + 0.5, title)
+    for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+        draw[number](axes) if number < len(draw) else axes.set_axis_off()
+    return figure
 
 
 def png(figure: Figure) -> Callable[[Path], None]:

@@ -22,7 +22,7 @@ from experiments.data import Table, load_table
 Numbers = npt.NDArray[Any]
 
 EDIBLE, POISONED = 5.0, -35.0
-_FINANCIAL_ARMS, _JESTER_FEATURES = 8, 32
+_FINANCIAL_ARMS = 8
 # The fixed arms of jester: of the runs of eight jokes in order of joke number, the one for which the mean rating over
 # the mean best rating, .345, is nearest to Uniform's .34 in the paper, which does not say which eight it has.
 _JESTER_ARMS = range(17, 25)
@@ -73,23 +73,18 @@ class BanditProblem:
 
     def checked_rounds(self, rounds: int | None = None) -> int:
         """How many rounds a run plays, if the problem offers as many."""
-        if rounds is None:
-            return self.rounds
-        count("rounds", rounds, "of each run")
-        if self.most_rounds is not None and rounds > self.most_rounds:
-            raise SettingError(f"{self.name} offers {self.most_rounds} rounds, got rounds={rounds}")
-        return rounds
+        if rounds is not None:
+            count("rounds", rounds, "of each run")
+            if self.most_rounds is not None and rounds > self.most_rounds:
+                raise SettingError(f"{self.name} offers {self.most_rounds} rounds, got rounds={rounds}")
+        return self.rounds if rounds is None else rounds
 
 
 def problem(name: str) -> BanditProblem:
-    """One of the benchmark's problems.
+    """One of the benchmark's, of `PROBLEMS`; a wheel has its δ, and `"census:1000"` the first 1,000 people alone.
 
     >>> problem("wheel:0.5").n_arms
     5
-
-    Args:
-        name: mushroom, financial, jester, statlog, adult, covertype, census, or wheel, with its δ as in `"wheel:0.95"`;
-            `"census:1000"` has the first 1,000 people alone.
     """
     kind, _, option = name.partition(":")
     if kind == "wheel":
@@ -102,15 +97,13 @@ def problem(name: str) -> BanditProblem:
     table = load_table(table_name(name))
     n, width = table.contexts.shape
     if name == "financial":
-        make = partial(_financial_rounds, table.contexts)
-        return BanditProblem(name, width, _FINANCIAL_ARMS, n, n, make)
-    if kind == "jester":
-        make = partial(_jester_rounds, table.contexts)
-        return BanditProblem(name, _JESTER_FEATURES, width - _JESTER_FEATURES, n, n, make)
-    assert table.labels is not None
+        return BanditProblem(name, width, _FINANCIAL_ARMS, n, n, partial(_financial_rounds, table.contexts))
+    if name == "jester":
+        arms = len(_JESTER_ARMS)
+        return BanditProblem(name, width - arms, arms, n, n, partial(_jester_rounds, table.contexts))
     if name == "mushroom":
-        make = partial(_mushroom_rounds, table)
-        return BanditProblem(name, width, 2, n, None, make)
+        return BanditProblem(name, width, 2, n, None, partial(_mushroom_rounds, table))
+    assert table.labels is not None
     labelled = _known(name, table.contexts, table.labels, table.n_labels)
     # The paper plays fewer rounds of the two largest tables.
     return replace(labelled, rounds=min(10_000, n)) if kind in ("covertype", "census") else labelled
@@ -127,10 +120,8 @@ def classification_problem(X: Any, y: Any, *, name: str = "classification", stan
     >>> classification_problem([[0.0], [1.0], [2.0]], ["a", "b", "a"]).n_arms
     2
 
-    Args:
-        X: contexts, (rows, features), numbers: numpy, pandas or nested lists.
-        y: labels, (rows,), of any kind that can be sorted; the arms are the values that occur, in order.
-        standardise: whether to scale columns to mean 0 and standard deviation 1, in float64; constant ones become 0.
+    Contexts X are (rows, features), numpy, pandas or nested lists; labels y (rows,), of any kind that can be sorted.
+    With `standardise` columns are scaled to mean 0 and standard deviation 1, in float64; constant ones become 0.
     """
     contexts, labels = _numbers(X, name, "contexts"), np.asarray(y)
     if labels.ndim != 1 or len(labels) != len(contexts):

@@ -31,15 +31,11 @@ def narrow(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network of the released code is trained.
+    """How a network of the released code is trained, for `longer` times the paper's epochs.
 
-    Attributes:
-        start: the first weights and biases of a shape.
-        longer: how many times the paper's epochs.
-        weight_decay: λ of the penalty (λ/2)|θ|², whose gradient Adam squares too.
-        dropout: the rate at which pre-activations are set to 0.
-        corrected: whether Adam corrects the bias of its moments.
-        one_order: whether every epoch has the same batches; else every batch is cut from a permutation of its own.
+    `start` gives the first weights and biases of a shape; `weight_decay` is λ of the penalty (λ/2)|θ|², whose gradient
+    Adam squares too, `dropout` the rate at which pre-activations are set to 0. Adam may not have `corrected` the bias
+    of its moments, and all epochs may have the same batches, in `one_order`; else each is cut from its own permutation.
     """
 
     activation: str

@@ -4,7 +4,7 @@ import base64
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,8 @@ from experiments.problems import table_name
 from experiments.running import Run, Table
 
 EXPERIMENTS: Mapping[str, Any] = {"figure1": figure1, "figure2": figure2, "table1": table1, "cost": cost}
-HEADINGS = {
-    "figure1": "Figure 1: toy regression",
-    "figure2": "Figure 2: pruning by signal-to-noise ratio",
-    "table1": "Table 1: contextual bandits",
-    "cost": "Costs: time relative to Adam",
-}
+HEADINGS = {"figure1": "Figure 1: toy regression", "figure2": "Figure 2: pruning by signal-to-noise ratio"}
+HEADINGS |= {"table1": "Table 1: contextual bandits", "cost": "Costs: time relative to Adam"}
 # The quick version has a folder of its own, so that it never replaces the whole experiment.
 QUICK = "quick"
 QUICK_SETTINGS: dict[str, Any] = {
@@ -32,12 +28,8 @@ QUICK_SETTINGS: dict[str, Any] = {
     "table1": table1.Settings(problems=("mushroom", "financial", "statlog", "wheel"), runs=2, rounds=400),
     "cost": cost.Settings("digits", rounds=2),
 }
-SETTINGS: dict[str, Any] = {
-    "figure1": figure1.Settings(),
-    "figure2": figure2.Settings(),
-    "table1": table1.Settings(agents=table1.OWN_AGENTS, settings="paper"),
-    "cost": cost.Settings(),
-}
+SETTINGS: dict[str, Any] = {name: experiment.Settings() for name, experiment in EXPERIMENTS.items()}
+SETTINGS["table1"] = table1.Settings(agents=table1.OWN_AGENTS, settings="paper")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +43,8 @@ class Finished:
 
     @property
     def table(self) -> Table:
-        table: Table = EXPERIMENTS[self.experiment].table(self.metrics["results"], self.metrics["settings"])
-        return table
+        of: Callable[[Any, Any], Table] = EXPERIMENTS[self.experiment].table
+        return of(self.metrics["results"], self.metrics["settings"])
 
     @property
     def complete(self) -> bool:
@@ -75,10 +67,7 @@ class Finished:
 
 
 def page(runs: Mapping[str, Sequence[Finished]], missing: Mapping[str, str], quick: bool) -> str:
-    """The whole file, out of the template `report.html`; what is not markup already is escaped.
-
-    Runs are by experiment, the main one first; `missing` has the reason for each experiment that lacks something.
-    """
+    """The whole file, out of the template `report.html`, escaped; `missing` has why an experiment lacks something."""
     jinja2 = require("jinja2")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, autoescape=True)
@@ -116,10 +105,7 @@ def run(*, seed: int, out: Path, quiet: bool, quick: bool, device: str) -> tuple
 
 
 def finished(root: Path, experiment: str, quick: bool) -> list[Finished]:
-    """The complete runs: the whole one or, where wanted, the quick one, then those in folders such as `table1-paper`.
-
-    A `metrics.json` that is damaged is an error.
-    """
+    """The complete runs: the whole one or, where wanted, the quick one, then those in folders as `table1-paper`."""
     main = [experiment, *([f"{QUICK}/{experiment}"] if quick else [])]
     further = sorted(path.parent.name for path in root.glob(f"{experiment}-*/metrics.json"))
     first, rest = ([run for name in names if (run := read(root, name, experiment))] for names in (main, further))

@@ -46,33 +46,33 @@ class Step(NamedTuple):
 class Rule(ABC):
     """One way to learn; it holds settings only.
 
-    All functions work on flat weights (s, weights), one row per network, and on the memory that `start` made. Its
-    tensors of two dimensions or more have one row per network.
+    All functions work on flat weights (s, weights), one row per network, and on the memory that `start` made, whose
+    tensors of two dimensions or more have one row per network, too. `lr` is its usual rate, where Adam's does not suit;
+    with `needs_noise` the gradient is that of the mean negative log-likelihood at weights that `at` writes.
     """
 
-    # Its usual rate, where Adam's does not suit.
     lr: ClassVar[float | None] = None
-    # Whether the gradient is that of the mean negative log-likelihood at weights that `at` writes.
     needs_noise: ClassVar[bool] = False
     betas: tuple[float, float]
 
     @classmethod
     def with_settings(cls, **settings: Any) -> "Rule":
         """The rule with those of the settings that it has."""
-        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: value for name, value in settings.items() if name in own})
+        names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in settings.items() if name in names})
 
     @abstractmethod
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         """The memory besides the weights, by name."""
 
     def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
-        """The random numbers of a step, (s, ...); empty for none."""
-        return torch.empty(0)
+        """The random numbers of a step, (s, ...): where units are dropped, one for each unit of each example."""
+        return streams.uniform(batch * sum(network.hidden)) if network.dropout else torch.empty(0)
 
     def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """The factors of every hidden layer's units, (s, b, units) each, where units are dropped."""
-        return None
+        """The factors of every hidden layer's units, (s, b, units) each, contiguous, where units are dropped."""
+        parts = by_layer(noise, network.hidden) if network.dropout else ()
+        return [dropout_mask(part, network.dropout) for part in parts] or None
 
     def gradient(self, network: Network, weights: Tensor, state: State) -> Callable[..., Tensor]:
         """What takes the gradient at the weights that `at` writes."""
@@ -90,11 +90,18 @@ class Rule(ABC):
         return None
 
     def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
-        """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves."""
-        found, drawn = self.gaussian(mean, state, n_data), mean.unsqueeze(1).expand(-1, n, -1)
-        if found is not None:
-            drawn = found.mean.unsqueeze(1) + found.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
-        return unflatten(network, drawn.flatten(0, 1)), None
+        """n functions of each network, (s·n, ...): weights drawn from the Gaussian, or the weights themselves.
+
+        Those are dropped as in training (MC dropout): a mask per draw, the same at every input, makes it a function.
+        """
+        if (belief := self.gaussian(mean, state, n_data)) is not None:
+            drawn = belief.mean.unsqueeze(1) + belief.variance.sqrt().unsqueeze(1) * streams.normal(n, mean.shape[1])
+            return unflatten(network, drawn.flatten(0, 1)), None
+        masks = None
+        if network.dropout:
+            kept = dropout_mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
+            masks = list(torch.split(kept, list(network.hidden), dim=-1))
+        return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Adam(Rule):
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         return rules.Adam().start(weights)
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -115,29 +122,6 @@ def by_layer(numbers: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """(s, b Σ widths) as (s, b, width) of each layer."""
     b = numbers.shape[1] // sum(widths)
     return [part.view(len(part), b, -1) for part in torch.split(numbers, [b * width for width in widths], dim=1)]
-
-
-class Dropped(Rule):
-    """The network's dropout, in prediction as in training (MC dropout), before the rule that it stands in front of."""
-
-    def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
-        """One uniform number for each unit of each example."""
-        return streams.uniform(batch * sum(network.hidden))
-
-    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
-        """(s, b, units) per layer, contiguous."""
-        return [dropout_mask(part, network.dropout) for part in by_layer(noise, network.hidden)]
-
-
-@dataclass(frozen=True)
-class Dropout(Dropped, Adam):
-    """Adam under dropout, which goes on in prediction (MC dropout)."""
-
-    def sample(self, network: Network, mean: Tensor, state: State, n_data: Number, streams: Streams, n: int) -> Drawn:
-        """One mask per draw, the same at every input, makes each draw a function."""
-        drawn = dropout_mask(streams.uniform(n, sum(network.hidden)), network.dropout).flatten(0, 1).unsqueeze(1)
-        masks = list(torch.split(drawn, list(network.hidden), dim=-1))
-        return unflatten(network, mean.repeat_interleave(n, dim=0)), masks
 
 
 @dataclass(frozen=True)
@@ -153,11 +137,6 @@ class Badam(Adam):
         data = (state["exp_avg_sq"] / left.float()).sqrt() * n_data
         precision = data + 1 / self.prior_variance
         return Gaussian(data / precision * weights if self.form == "likelihood" else weights, precision.reciprocal())
-
-
-@dataclass(frozen=True)
-class DroppedBadam(Dropped, Badam):
-    """Badam, trained under dropout."""
 
 
 class Perturbed(Rule):
@@ -177,6 +156,10 @@ class Perturbed(Rule):
     def noise(self, streams: Streams, network: Network, batch: int) -> Tensor:
         return streams.normal(sum(math.prod(shape) for shape in network.shapes().values()))
 
+    def masks(self, noise: Tensor, network: Network) -> list[Tensor] | None:
+        """Nothing is dropped."""
+        return None
+
 
 class TwoAdams(Perturbed):
     """Rules that learn the means and ρ, from which the deviations follow, by an Adam each."""
@@ -188,15 +171,15 @@ class TwoAdams(Perturbed):
         """ρ of `initial_std`."""
         return math.log(self.initial_std)
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
-        own = {f"rho.{name}": tensor for name, tensor in rules.Adam().start(weights).items()}
-        return {"rho": torch.full_like(weights, self.first_rho()), **rules.Adam().start(weights), **own}
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
+        of_rho = {f"rho.{name}": tensor for name, tensor in rules.Adam().start(weights).items()}
+        return {"rho": torch.full_like(weights, self.first_rho()), **rules.Adam().start(weights), **of_rho}
 
     def descend(self, weights: Tensor, state: State, by_mean: Tensor, by_rho: Tensor, step: Step) -> None:
         """One step of both."""
-        own = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
+        of_rho = {name: state[f"rho.{name}"] for name in ("exp_avg", "exp_avg_sq", "step")}
         rules.Adam(self.betas).update(weights, by_mean, state, step.lr)
-        rules.Adam(self.betas).update(state["rho"], by_rho, own, step.lr)
+        rules.Adam(self.betas).update(state["rho"], by_rho, of_rho, step.lr)
 
 
 @dataclass(frozen=True)
@@ -233,7 +216,7 @@ class Vadam(Perturbed):
     prior_precision: float = 1.0
     initial_std: float = 0.01
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         """m = 0 and v = (1/σ₀² − δ)/N."""
         second = torch.zeros_like(weights).add_((self.initial_std**-2 - self.prior_precision) / n_data)
         return {"momentum": torch.zeros_like(weights), "second_moment": second.clamp_(min=0)}
@@ -254,24 +237,19 @@ class Vadam(Perturbed):
 class IVON(Perturbed):
     """IVON (Shen et al. 2024): a variational online Newton step, its Hessian estimated from the perturbation.
 
-    `averages` are (β₁, β₂), which are not Adam's. d is `weight_decay`, at least 1e-4, since a flat loss has no other
-    curvature, and h₀ `initial_hessian`.
+    d is `weight_decay`, at least 1e-4, since a flat loss has no other curvature, and h₀ `initial_hessian`; β₁ and β₂
+    are not Adam's, and so no settings.
     """
 
-    lr = 0.02
-    averages: tuple[float, float] = (0.9, 0.99999)
+    lr, betas = 0.02, (0.9, 0.99999)
     weight_decay: float = 1e-4
     initial_hessian: float = 1.0
-
-    @property
-    def betas(self) -> tuple[float, float]:  # type: ignore[override]
-        return self.averages
 
     @property
     def decay(self) -> float:
         return max(self.weight_decay, 1e-4)
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         return {"momentum": torch.zeros_like(weights), "hessian": torch.full_like(weights, self.initial_hessian)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -293,29 +271,18 @@ class IVON(Perturbed):
         return Gaussian(weights, (state["hessian"] + self.decay).mul_(n_data).reciprocal_())
 
 
-RULES: Mapping[str, type[Rule]] = {
-    "adam": Adam,
-    "mc-dropout": Dropout,
-    "bbb": BayesByBackprop,
-    "vadam": Vadam,
-    "ivon": IVON,
-}
+# MC dropout is Adam of a network with dropout.
+RULES: dict[str, type[Rule]] = {"adam": Adam, "mc-dropout": Adam, "bbb": BayesByBackprop, "vadam": Vadam, "ivon": IVON}
+Stacked = Mapping[str, Tensor]
 
 
-def sampled_outputs(
-    network: Network,
-    mean: Mapping[str, Tensor],
-    variance: Mapping[str, Tensor],
-    x: Tensor,
-    noise: Sequence[Tensor],
-) -> Tensor:
+def sampled_outputs(network: Network, mean: Stacked, variance: Stacked, x: Tensor, noise: Sequence[Tensor]) -> Tensor:
     """f(x) at weights drawn from a diagonal Gaussian, one draw per row: (n, b, outputs); ε is (n, b, units) by layer.
 
     The weights of one row only enter through its activations, so these are drawn instead (local reparameterisation):
     N(a Wᵀ + b, a² Sᵀ + s), unit by unit, exactly as if all weights had been drawn for each row.
     """
-    activation = ACTIVATIONS[network.activation]()
-    h = x
+    activation, h = ACTIVATIONS[network.activation](), x
     for number, epsilon in enumerate(noise):
         weight, bias = f"layer{number}.weight", f"layer{number}.bias"
         std = linear(h.square(), variance[weight], variance[bias]).clamp(min=0).sqrt()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -32,33 +32,14 @@ Work = Callable[[Sequence[str]], Iterable[tuple[str, Any]]]
 _CHOICES = ("methods", "problems", "agents")
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
+def finite(values: Iterable[float | None]) -> list[float]:
+    """Those of `metrics.json`, where null stands for what is not finite."""
+    return [float(value) for value in values if value is not None and math.isfinite(value)]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The same number from several seeds or runs, without those that are not finite."""
-
-    values: tuple[float, ...]
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Sample:
-        """From what `metrics.json` holds, where null stands for what is not finite."""
-        return cls(tuple(float(value) for value in values if value is not None and math.isfinite(value)))
-
-    @property
-    def mean(self) -> float:
-        """Over the values; NaN where there is none."""
-        return fmean(self.values) if self.values else math.nan
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation; NaN where there are not two values."""
-        return stdev(self.values) if len(self.values) > 1 else math.nan
-
-    @property
-    def standard_error(self) -> float:
-        return self.deviation / math.sqrt(max(len(self.values), 1))
+def mean(values: Iterable[float | None]) -> float:
+    """Over those that are finite; NaN where there is none."""
+    return fmean(kept) if (kept := finite(values)) else math.nan
 
 
 def fixed(value: float | None, digits: int = 3) -> str:
@@ -96,16 +77,10 @@ class Table(NamedTuple):
         return "\n".join([f"{self.title}. {self.note}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
-# --- methods ------------------------------------------------------------------------------------------------------
-
-
 def check_methods(methods: Sequence[str], titles: Collection[str]) -> None:
     """Refuse a method that is not among those with a title."""
     if not methods or any(name not in titles for name in methods):
         raise SettingError(f"--methods must be some, separated by commas, of {', '.join(titles)}, got {methods!r}")
-
-
-# --- seeds ----------------------------------------------------------------------------------------------------------
 
 
 def seeds_of(seed: int, n_seeds: int) -> tuple[int, ...]:
@@ -116,9 +91,6 @@ def seeds_of(seed: int, n_seeds: int) -> tuple[int, ...]:
 def generator(seed: int, purpose: str) -> torch.Generator:
     """A generator of its own for each purpose, so that more draws for one do not change another."""
     return torch.Generator().manual_seed(stream_seed(seed, purpose))
-
-
-# --- a run ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -154,14 +126,17 @@ class Run:
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
         return self.out / f"unfinished-{digest}.json"
 
-    def show(self, *tables: Table) -> None:
-        if not self.quiet:
-            print(*(table.markdown() for table in tables), sep="\n")
-
     def finish(
-        self, files: Mapping[str, Content], results: Mapping[str, Any], *, name: str = "metrics.json"
+        self,
+        files: Mapping[str, Content],
+        results: Mapping[str, Any],
+        table: Table | None = None,
+        *,
+        name: str = "metrics.json",
     ) -> tuple[Path, ...]:
-        """Write the files, by name, and `metrics.json` last, then print and return their paths."""
+        """Write the files, by name, and `metrics.json` last, then print the table, and print and return their paths."""
+        if table and not self.quiet:
+            print(table.markdown())
         paths = self.write({**files, name: self.metrics(results)})
         self.ledger.unlink(missing_ok=True)
         print(*paths, sep="\n")

@@ -17,8 +17,8 @@ from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import State
 from bayesadam.engine.streams import Streams
-from experiments.networks import GreedySettings, NetworkSettings
-from experiments.rules import Dropped, Gaussian, Number, Rule, Step, TwoAdams, by_layer, sampled_outputs
+from experiments.networks import NetworkSettings
+from experiments.rules import Gaussian, Number, Rule, Step, TwoAdams, by_layer, sampled_outputs
 
 # The first standard deviation of every weight.
 _START = math.exp(-5)
@@ -34,7 +34,7 @@ class RMSprop(Rule):
     decay: float = 0.9
     eps: float = 1e-10
 
-    def start(self, weights: Tensor, n_data: Number) -> State:
+    def start(self, weights: Tensor, n_data: Number = 1.0) -> State:
         return {"square_avg": torch.ones_like(weights)}
 
     def update(self, weights: Tensor, gradient: Tensor, state: State, noise: Tensor, step: Step) -> None:
@@ -42,24 +42,12 @@ class RMSprop(Rule):
         weights.sub_(gradient.mul_(step.lr).div_((state["square_avg"] + self.eps).sqrt_()))
 
 
-@dataclass(frozen=True)
-class RMSpropDropout(Dropped, RMSprop):
-    """RMSprop under dropout."""
-
-
-def rmsprop(settings: GreedySettings, network: Network, device: torch.device) -> Rule:
-    """RMSProp, under dropout where there is some."""
-    return RMSpropDropout() if settings.dropout else RMSprop()
-
-
 @dataclass(frozen=True, eq=False)
 class LocalBayesByBackprop(TwoAdams):
     """Adam on the evidence bound of q = N(μ, exp(2ρ)) of the weights, biases being points.
 
     The loss is mean NLL + KL(q‖p)/N with p = N(0, 1/δ): ∂/∂μ = g + δμ/N, ∂/∂ρ = 2σ² v + (δσ² − 1)/N with v by σ².
-
-    Attributes:
-        precision: δ of every weight, (weights,); 0 of a bias.
+    `precision` is δ of every weight, (weights,); 0 of a bias.
     """
 
     precision: Tensor
@@ -103,12 +91,7 @@ class LocalBayesByBackprop(TwoAdams):
 
 @dataclass(frozen=True)
 class ShowdownSettings(NetworkSettings):
-    """Of the Showdown's Bayes by Backprop.
-
-    Attributes:
-        noise_variance: of a reward.
-        initial_std: the standard deviation that every weight starts from.
-    """
+    """Of the Showdown's Bayes by Backprop: σ² of a reward, and the deviation that every weight starts from."""
 
     noise_variance: Positive = 0.01
     initial_std: Positive = _START
@@ -122,8 +105,3 @@ def local_bayes_by_backprop(settings: ShowdownSettings, network: Network, device
     shapes = network.shapes().values()
     parts = [torch.full(shape, shape[1] / 2 if len(shape) == 2 else 0.0).flatten() for shape in shapes]
     return LocalBayesByBackprop(torch.cat(parts).to(device), settings.initial_std)
-
-
-# Means start with the standard deviation .05. Other settings than these are not the Showdown's, and so not "tuned".
-SHOWDOWN = {"init_range": 0.05 * math.sqrt(3), "lr": 0.1, "lr_decay": 0.0, "clip": None, "average": 0.0}
-SHOWDOWN |= {"standardise": False}

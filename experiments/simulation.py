@@ -14,29 +14,23 @@ from experiments.networks import Buffer
 from experiments.problems import BanditProblem, Numbers
 from experiments.problems import problem as named_problem
 
-_CURVE_POINTS = 500
-
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
     """The outcome; arrays have one entry, or row, per run.
 
     Attributes:
-        reward_ratio: total reward over what the best arms are expected to pay, (runs,).
-        regret_ratio: total regret over the regret that arms drawn at random are expected to have, (runs,).
-        points: the rounds at which the curves are taken, (points,), at most 500.
-        reward: cumulative reward there, (runs, points).
-        regret: cumulative regret there, what the best arms are expected to pay less the reward, (runs, points).
-        lost: whether a run earned no more than one arm, the best, played in every round, is expected to, (runs,).
+        reward: in total, (runs,).
+        reward_ratio: that over what the best arms are expected to pay.
+        regret_ratio: total regret over the regret that arms drawn at random are expected to have.
+        lost: whether a run earned no more than one arm, the best, played in every round, is expected to.
         arms: that were chosen, (runs, rounds).
     """
 
     rounds: int
+    reward: Numbers
     reward_ratio: Numbers
     regret_ratio: Numbers
-    points: Numbers
-    reward: Numbers
-    regret: Numbers
     lost: Numbers
     arms: Numbers
     seconds: float
@@ -52,22 +46,20 @@ def simulate(
     device: str | torch.device | None = None,
     settings: str | AgentSettings = "tuned",
 ) -> Simulation:
-    """Let an agent play a problem.
+    """Let an agent play a problem; every run has its own random numbers, and does not depend on the other runs.
 
     First every arm is pulled a few times in turn. Then the agent acts, a new context per round, and trains every
     `settings.train_every` rounds; between two trainings the rounds are one batch, each with its own posterior draw.
-    Every run has its own random numbers: up to rounding it does not depend on the other runs.
 
     >>> found = simulate("wheel:0.5", "linear", runs=2, rounds=60)
     >>> found.reward_ratio.shape
     (2,)
 
     Args:
-        problem: a name (see `problem`), or a problem.
-        agent: one of `AGENTS`.
+        problem: a problem, or the name of one.
+        agent: one of `AGENTS`, with its settings (see `agent_settings`).
         rounds: of each run; None for as many as the problem says.
         device: None for a GPU where there is one.
-        settings: see `agent_settings`.
     """
     start, chosen = time.perf_counter(), named_problem(problem) if isinstance(problem, str) else problem
     count("runs", runs, "with seeds of their own")
@@ -91,18 +83,15 @@ def simulate(
             learner.observe(buffer.add(arms, rewards))
             if last < rounds:
                 learner.train()
-    reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)
-    optimum = np.stack([one.optimum for one in played]).cumsum(axis=1)
-    regret, points = optimum - reward, np.linspace(1, rounds, min(rounds, _CURVE_POINTS)).round()
-    points = np.unique(points.astype(np.int64))
+    # A chunked sum, as numpy's own, would round differently: these are the last of cumulative ones.
+    reward = buffer.rewards.cpu().numpy().astype(np.float64).cumsum(axis=1)[:, -1]
+    optimum = np.array([one.optimum.cumsum()[-1] for one in played])
     return Simulation(
         rounds=rounds,
-        reward_ratio=reward[:, -1] / optimum[:, -1],
-        regret_ratio=regret[:, -1] / (optimum[:, -1] - [one.uniform.sum() for one in played]),
-        points=points,
-        reward=reward[:, points - 1],
-        regret=regret[:, points - 1],
-        lost=reward[:, -1] <= [one.single.sum() for one in played],
+        reward=reward,
+        reward_ratio=reward / optimum,
+        regret_ratio=(optimum - reward) / (optimum - [one.uniform.sum() for one in played]),
+        lost=reward <= [one.single.sum() for one in played],
         arms=buffer.arms.cpu().numpy(),
         seconds=time.perf_counter() - start,
     )

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bayesadam.engine.network import Network, flatten, initial, unflatten
+from bayesadam.engine import stack
+from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import EPS
 from bayesadam.engine.stack import Batch, Schedule
 from bayesadam.engine.streams import Streams, epochs
 from experiments.rules import Adam, Drawn, Gaussian, Rule, Step
 
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
-_BLOCK = 256
-_LONG_EPOCH = 20
+_BLOCK, _LONG_EPOCH = 256, 20
 
 
 def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tensor]:
@@ -30,43 +30,23 @@ def blocks(n: int, size: int, seeds: Sequence[int], steps: int) -> Iterator[Tens
         yield drawn[: steps - done]
 
 
-class Stack:
+class Stack(stack.Stack):
     """Networks of one shape, one per seed, under one rule.
 
-    Args:
-        seeds: one per network; a seed's numbers do not depend on the other seeds.
-        batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
-        weights: flat weights to start from, (s, weights); None draws them from the seeds.
-        average: β of a moving average of the weights, `mean`, which is the weights themselves for 0.
-        clip: the norm at which each network's gradient is clipped.
-
     Attributes:
+        n_data: N, which a rule may need.
         scale: turns the gradient into that of the mean negative log-likelihood, (s, 1), for rules that need it.
-        penalty: λ of a penalty (λ/2)|θ|² per network, (s, 1), or None.
+        penalties: λ of a penalty (λ/2)|θ|² per network, (s, 1), or None.
     """
 
     def __init__(
-        self,
-        network: Network,
-        rule: Rule,
-        seeds: Sequence[int],
-        batch: Batch,
-        *,
-        n_data: float = 1.0,
-        weights: Tensor | None = None,
-        device: str | torch.device = "cpu",
-        average: float = 0.0,
-        clip: float | None = None,
+        self, network: Network, rule: Rule, seeds: Sequence[int], batch: Batch, *, n_data: float = 1.0, **options: Any
     ) -> None:
-        self.network, self.rule, self.batch, self.average, self.clip = network, rule, batch, average, clip
-        self.done = 0
-        self.weights = flatten(initial(network, seeds, device=device)) if weights is None else weights
-        self.mean = self.weights.clone() if average else self.weights
-        self.n_data = torch.tensor(float(n_data), device=device)
-        self.state = rule.start(self.weights, self.n_data)
-        self.scale = torch.ones(len(seeds), 1, device=device)
-        self.penalty: Tensor | None = None
-        self.streams = Streams(seeds, "training", device)
+        super().__init__(network, rule, seeds, batch, **options)  # type: ignore[arg-type]
+        self.rule: Rule = rule  # type: ignore[assignment]
+        self.n_data = torch.tensor(float(n_data), device=self.weights.device)
+        self.scale = torch.ones(len(seeds), 1, device=self.weights.device)
+        self.penalties: Tensor | None = None
 
     @torch.no_grad()
     def train(self, rows: Tensor, schedule: Schedule) -> None:
@@ -75,7 +55,7 @@ class Stack:
         if not self.done:
             self.state = rule.start(self.weights, self.n_data)
             self._at = torch.empty_like(self.weights) if rule.needs_noise else self.weights
-            self._gradient = rule.gradient(network, self._at, self.state)
+            self._by_rule = rule.gradient(network, self._at, self.state)
         done = torch.arange(self.done, self.done + len(rows), dtype=torch.float64, device=self.weights.device)
         newest = 1 - (done / (done + 1)).clamp_(max=self.average)
         rates = torch.stack([schedule(done), *(1 - beta ** (done + 1) for beta in rule.betas), newest], dim=1).float()
@@ -83,23 +63,18 @@ class Stack:
             step, noise = Step(lr, first, second, self.n_data), rule.noise(self.streams, network, rows.shape[2])
             x, slope = self.batch(chosen)
             rule.at(self.weights, self.state, noise, step, self._at)
-            gradient = self._gradient(x, slope, masks=rule.masks(noise, network))
-            if self.clip is not None:
+            gradient = self._by_rule(x, slope, masks=rule.masks(noise, network))
+            if self.clip < torch.inf:
                 norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
                 gradient.mul_((self.clip / norm.clamp_(min=1e-12)).clamp_(max=1))
             if rule.needs_noise:
                 gradient.mul_(self.scale)
-            if self.penalty is not None:
-                gradient.addcmul_(self.weights, self.penalty)
+            if self.penalties is not None:
+                gradient.addcmul_(self.weights, self.penalties)
             rule.update(self.weights, gradient, self.state, noise, step)
             if self.average:
                 self.mean.lerp_(self.weights, share)
         self.done += len(rows)
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """The weights, or their moving average, (s, *shape) by name."""
-        return unflatten(self.network, self.mean)
 
     def gaussian(self) -> Gaussian | None:
         """What the rule ends with, around the `mean`."""
@@ -107,8 +82,8 @@ class Stack:
 
     def functions(self, index: int, n: int, streams: Streams) -> Drawn:
         """n functions drawn from one network's posterior; `streams` has that network's seed alone."""
-        own = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
-        return self.rule.sample(self.network, self.mean[index : index + 1], own, self.n_data, streams, n)
+        state = {name: t[index : index + 1] if t.dim() > 1 else t for name, t in self.state.items()}
+        return self.rule.sample(self.network, self.mean[index : index + 1], state, self.n_data, streams, n)
 
     def state_dict(self, index: int) -> dict[str, Any]:
         """One network's part of Adam's memory, as torch's Adam for that network alone would save it."""

@@ -5,40 +5,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from experiments import plots
 from experiments.agents import agent_settings
-from experiments.running import MISSING, Run, Sample, Table, fixed, run_parts
+from experiments.facts import FACTS, TITLES
+from experiments.running import MISSING, Run, Table, finite, fixed, run_parts
+from experiments.running import mean as average
 from experiments.simulation import simulate
 
-TITLES = {
-    **plots.METHOD_TITLES,
-    "badam-map": "Badam, map form",
-    "mc-dropout-showdown": "MC dropout, as the Showdown",
-    "bbb-showdown": "Bayes by Backprop, as the Showdown",
-    "greedy-showdown": "Greedy, as the Showdown",
-    "greedy": "Greedy",
-    "uniform": "Uniform",
-    "linear": "Linear, full posterior",
-}
-# Mean and standard deviation of total reward over the optimum's, from Table 1 of the paper.
-_COLUMNS = ("mushroom", "financial", "jester", "statlog", "adult", "covertype", "census")
-PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    agent: dict(zip(_COLUMNS, zip(means, deviations, strict=True), strict=True))
-    for agent, means, deviations in (
-        ("badam", (0.74, 0.74, 0.48, 0.97, 0.13, 0.58, 0.36), (0.09, 0.03, 0.01, 0.02, 0.01, 0.01, 0.06)),
-        ("mc-dropout", (0.68, 0.68, 0.48, 0.96, 0.13, 0.57, 0.44), (0.11, 0.02, 0.01, 0.02, 0.01, 0.01, 0.03)),
-        ("bbb", (0.60, 0.21, 0.46, 0.71, 0.10, 0.39, 0.38), (0.15, 0.13, 0.02, 0.17, 0.04, 0.06, 0.02)),
-        ("vadam", (0.76, 0.81, 0.48, 0.99, 0.26, 0.74, 0.65), (0.03, 0.00, 0.01, 0.00, 0.02, 0.01, 0.00)),
-        ("greedy", (0.64, 0.86, 0.50, 0.97, 0.16, 0.62, 0.44), (0.18, 0.03, 0.01, 0.03, 0.01, 0.03, 0.02)),
-        ("uniform", (-0.93, -0.01, 0.34, 0.14, 0.07, 0.14, 0.11), (0.09, 0.01, 0.00, 0.00, 0.00, 0.00, 0.00)),
-    )
-}
+PAPER: Mapping[str, Mapping[str, tuple[float, float]]] = FACTS["table1"]
+_COLUMNS = tuple(PAPER["uniform"])
 # An agent that the paper took from the Showdown has this at the end of its name.
 SHOWDOWN = "-showdown"
 # The rows with the paper's settings: its own, Badam's other form, and a stronger Bayes by Backprop.
@@ -72,11 +49,8 @@ def play(names: Sequence[str], *, seed: int, settings: Settings, device: str) ->
     for name in names:
         problem, agent = name.split("/")
         outcome = simulate(problem, agent, seed=seed, device=device, **how)
-        regret = outcome.regret.mean(axis=0), outcome.regret.std(axis=0, ddof=min(1, settings.runs - 1))
-        mean, sd = ([float(f"{value:.6g}") for value in part] for part in regret)
         shares = {name: getattr(outcome, name).tolist() for name in ("reward_ratio", "regret_ratio", "lost")}
-        played = {"rounds": outcome.rounds, "seconds": round(outcome.seconds, 3), "points": outcome.points.tolist()}
-        yield name, {**shares, **played, "regret_mean": mean, "regret_sd": sd}
+        yield name, {**shares, "rounds": outcome.rounds, "seconds": round(outcome.seconds, 3)}
 
 
 def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
@@ -88,31 +62,27 @@ def by_problem(cells: Mapping[str, Cell]) -> dict[str, dict[str, Cell]]:
     return results
 
 
-def published(problem: str, agent: str) -> tuple[float, float] | None:
-    """The paper's mean and standard deviation."""
-    return PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(problem.partition(":")[0])
-
-
 def spread(cell: Cell) -> str:
     """A cell's mean ± standard deviation; in brackets its standard error, its worst run, and how many runs were lost.
 
     >>> spread({"reward_ratio": [0.9, 0.1], "lost": [False, True]})
     '.500 ± .566 (.400; .100, 1 lost)'
     """
-    sample, lost = Sample.of(cell["reward_ratio"]), sum(cell.get("lost", ()))
-    if not sample.values:
+    values, lost = finite(cell["reward_ratio"]), sum(cell.get("lost", ()))
+    if not values:
         return MISSING
-    told = f"{fixed(min(sample.values))}{f', {lost} lost' if lost else ''}"
-    if len(sample.values) == 1:
-        return f"{fixed(sample.mean)} ({told})"
-    return f"{fixed(sample.mean)} ± {fixed(sample.deviation)} ({fixed(sample.standard_error)}; {told})"
+    told = f"{fixed(min(values))}{f', {lost} lost' if lost else ''}"
+    if len(values) == 1:
+        return f"{fixed(values[0])} ({told})"
+    deviation = stdev(values)
+    return f"{fixed(average(values))} ± {fixed(deviation)} ({fixed(deviation / math.sqrt(len(values)))}; {told})"
 
 
 def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]) -> Table:
     """Reward over the optimum's, ours above the paper's, the best of each column and source in bold."""
     problems = [problem for problem in settings["problems"] if problem in results]
     agents = [agent for agent in settings["agents"] if any(agent in results[problem] for problem in problems)]
-    means = {p: {a: Sample.of(cell["reward_ratio"]).mean for a, cell in results[p].items()} for p in problems}
+    means = {p: {a: average(cell["reward_ratio"]) for a, cell in results[p].items()} for p in problems}
     best = {p: max((m for m in column.values() if math.isfinite(m)), default=None) for p, column in means.items()}
     highest = {p: max(rows[p][0] for rows in PAPER.values()) for p in _COLUMNS}
     rows = []
@@ -122,7 +92,7 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
             bold = "**" if means[p].get(agent) == best[p] else ""
             mean, _, rest = spread(results[p][agent]).partition(" ") if agent in results[p] else (MISSING, "", "")
             shown.append(f"{bold}{mean}{bold} {rest}".strip())
-            theirs = published(p, agent)
+            theirs = PAPER.get(agent.removesuffix(SHOWDOWN), {}).get(p.partition(":")[0])
             star = "**" if theirs and theirs[0] == highest[p.partition(":")[0]] else ""
             paper.append(f"{star}{fixed(theirs[0], 2)}{star} ± {fixed(theirs[1], 2)}" if theirs else "")
         rows.append((TITLES.get(agent, agent), *shown))
@@ -137,27 +107,6 @@ def table(results: Mapping[str, Mapping[str, Cell]], settings: Mapping[str, Any]
     return Table(title, ("agent", *(HEADINGS.get(p, p) for p in problems)), rows, note)
 
 
-def picture(results: Mapping[str, Mapping[str, Cell]], settings: Settings) -> Figure:
-    """Cumulative regret, mean and one standard deviation over the runs: a panel per problem, with one legend."""
-
-    def panel(axes: Axes, problem: str) -> None:
-        for agent, cell in results[problem].items():
-            shade = plots.colour(agent)
-            mean, sd = (np.array(cell[name], dtype=float) for name in ("regret_mean", "regret_sd"))
-            axes.plot(cell["points"], mean, color=shade, linewidth=1.4, label=TITLES.get(agent, agent))
-            axes.fill_between(cell["points"], mean - sd, mean + sd, color=shade, alpha=0.15, linewidth=0)
-        axes.set(title=HEADINGS.get(problem, problem), xlabel="rounds", ylabel="cumulative regret")
-        axes.locator_params(axis="x", nbins=4)
-
-    title = f"Regret, mean and one standard deviation of {settings.runs} runs"
-    draw = [partial(panel, problem=problem) for problem in results]
-    columns = 2 if len(draw) == 4 else 3
-    with plots.house_style():
-        figure, panels = plots.panels(draw, title, columns=columns, size=(4.2, 3.2), margin=(1.6, 0.4))
-        panels[min(columns, len(draw)) - 1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -> tuple[Path, ...]:
     """Play the cells; results go to `metrics.json` as they arrive."""
     task = Run("table1", seed, out, asdict(settings), device=device, quiet=quiet)
@@ -168,6 +117,4 @@ def run(*, seed: int, out: Path, quiet: bool, settings: Settings, device: str) -
 
     results = by_problem(run_parts(task, names, partial(play, seed=seed, settings=settings, device=device), so_far))
     view = table(results, asdict(settings))
-    task.show(view)
-    files: Any = {"table1.md": view.markdown(), "regret.png": plots.png(picture(results, settings))}
-    return task.finish(files, results)
+    return task.finish({"table1.md": view.markdown()}, results, view)

@@ -1,4 +1,4 @@
-"""What every benchmark has: its options, its peer, fair timing, and one JSON file of results.
+"""What every benchmark has: its options, its peer, fair timing, tables, and JSON files of results.
 
 All take `--quick`, the smallest size that runs all of their code, and `--out`. One that compares with another package
 fails where that is not installed, unless `--alone` is given.
@@ -14,9 +14,11 @@ import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -29,20 +31,14 @@ from bayesadam._files import replacing
 
 Result = TypeVar("Result")
 
-# --- options, peers and results -------------------------------------------------------------------------------------
-
 
 def arguments(
     doc: str | None, *, quick: str, peer: str | None = None, device: bool = False, jobs: int | None = None
 ) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share.
+    """A parser with the options that benchmarks share; the first line of `doc` describes the benchmark.
 
-    Args:
-        doc: the module's docstring; its first line describes the benchmark.
-        quick: what `--quick` does.
-        peer: the packages compared with, where there are any; `--alone` goes without them.
-        device: whether it has a `--device`, CUDA where there is one.
-        jobs: how many processes it has where `--jobs` says nothing; None for a benchmark that has no such option.
+    `quick` says what `--quick` does, `peer` names the packages that `--alone` goes without; `jobs` is the default of
+    `--jobs`, where there is such an option.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -64,10 +60,8 @@ def import_peer(module: str, package: str, *, alone: bool = False) -> ModuleType
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        sys.exit(
-            f"{package} cannot be imported ({error}): there is nothing to compare with. `make peers` installs it into "
-            ".venv-peers; --alone measures ours without it"
-        )
+        remedy = "`make peers` installs it into .venv-peers; --alone measures ours without it"
+        sys.exit(f"{package} cannot be imported ({error}): there is nothing to compare with. {remedy}")
 
 
 def setting() -> dict[str, Any]:
@@ -82,8 +76,6 @@ def write_results(out: Path, name: str, results: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"results: {path}", flush=True)
 
-
-# --- cells: results in files of their own, so that a benchmark that was stopped resumes -----------------------------
 
 Cell = dict[str, Any]
 
@@ -111,7 +103,26 @@ def read_cell(path: Path, about: Mapping[str, Any]) -> Cell | None:
     return cell
 
 
-# --- targets --------------------------------------------------------------------------------------------------------
+def cells(
+    folder: Path, makes: Mapping[str, Callable[[], Cell | None] | None], about: Mapping[str, Any], *, jobs: int = 0
+) -> dict[str, Cell]:
+    """Every cell by its name: read from `folder/name.json`, else made, in this process as it is or by `jobs` others.
+
+    What makes a cell may be None, or return it, which leaves the cell out for this time.
+    """
+    paths = {name: folder / f"{name}.json" for name in makes}
+    missing = {name: make for name, make in makes.items() if make and read_cell(paths[name], about) is None}
+    calls = [partial(_finish, paths[name], make, about) for name, make in missing.items()]
+    for done, seconds in enumerate(parallel(calls, jobs=jobs) if jobs else (call() for call in calls)):
+        print(f"{done + 1} of {len(missing)}: {[*missing][done]}, {seconds:.0f} s", flush=True)
+    return {name: cell for name, path in paths.items() if (cell := read_cell(path, about)) is not None}
+
+
+def _finish(path: Path, make: Callable[[], Cell | None], about: Mapping[str, Any]) -> float:
+    began = time.perf_counter()
+    if (cell := make()) is not None:
+        write_cell(path, {"settings": dict(about), **cell})
+    return time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -127,38 +138,27 @@ class Target:
         return f"{'met' if self.met else 'MISSED':7s} {self.measured:8.4g}  {self.asked:7s} {self.name}"
 
 
-def at_least(name: str, asked: float, measured: float | None) -> list[Target]:
-    """The target, printed; none where nothing was measured."""
-    if measured is None:
-        return []
+def at_least(name: str, asked: float, measured: float) -> list[Target]:
+    """The target, printed."""
     print(f"{name} = {measured:.4g} (target: at least {asked:g})")
     return [Target(name, f"≥ {asked:g}", measured, measured >= asked)]
 
 
-def at_most(name: str, asked: float, measured: float | None) -> list[Target]:
-    """The target, printed; none where nothing was measured."""
-    if measured is None:
-        return []
+def at_most(name: str, asked: float, measured: float) -> list[Target]:
+    """The target, printed."""
     print(f"{name} = {measured:.4g} (target: at most {asked:g})")
     return [Target(name, f"≤ {asked:g}", measured, measured <= asked)]
 
 
-# --- many processes -------------------------------------------------------------------------------------------------
-
-
 def one_core() -> None:
-    """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core.
-
-    The latter needs threadpoolctl, which scikit-learn brings.
-    """
+    """Keep torch and numpy's linear algebra to one thread from now on, so that paces are of one core."""
     torch.set_num_threads(1)
     importlib.import_module("threadpoolctl").threadpool_limits(1)
 
 
 def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Result]:
     """What each call returns, in their order, out of `jobs` processes of one thread each; of one it is this one."""
-    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread; `setting` tells of this
-    # process.
+    # Workers are born with it, so that numpy's linear algebra, too, keeps to one thread.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if jobs == 1:
@@ -172,9 +172,6 @@ def parallel(calls: Iterable[Callable[[], Result]], *, jobs: int) -> Iterator[Re
 
 def _called(call: Callable[[], Result]) -> Result:
     return call()
-
-
-# --- numbers over seeds, runs and splits ----------------------------------------------------------------------------
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
@@ -192,47 +189,31 @@ def number(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if error == error else "")
 
 
-def against(ours: Iterable[float], theirs: Iterable[float], *, larger_is_better: bool) -> tuple[str, float, float]:
-    """Ours less theirs, pair by pair: a word, the mean difference and its standard error; a tie within two of those."""
-    gap, error = mean_and_error(a - b for a, b in zip(ours, theirs, strict=True))
-    if gap == 0 or not abs(gap) > 2 * error:
-        return "ties with", gap, error
-    return ("beats" if (gap > 0) == larger_is_better else "LOSES to"), gap, error
+def markdown(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def class_scores(probs: Tensor, y: Tensor) -> dict[str, float]:
     """Accuracy, NLL, ECE and Brier score of (n, classes) probabilities."""
     picked = probs.gather(1, y[:, None]).clamp(min=torch.finfo(probs.dtype).tiny)
-    return {
-        "accuracy": scores.accuracy(probs, y),
-        "nll": -float(picked.log().mean()),
-        "ece": scores.ece(probs, y),
-        "brier": scores.brier(probs, y),
-    }
-
-
-# --- fair timing and memory -----------------------------------------------------------------------------------------
+    row = {"accuracy": scores.accuracy(probs, y), "nll": -float(picked.log().mean())}
+    return row | {"ece": scores.ece(probs, y), "brier": scores.brier(probs, y)}
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    warmup: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each call, `rounds` times each, in turns, so that a busy machine slows all alike; the order
-    rotates.
-    """
-    names = list(candidates)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    """Seconds of each call, in turns, so that a busy machine slows all alike; the order rotates."""
+    names, seconds = list(candidates), dict[str, list[float]]({name: [] for name in candidates})
     for round_number in range(-warmup, rounds):
         turn = round_number % len(names)
         for name in names[turn:] + names[:turn]:
-            began = clock()
+            began = time.perf_counter()
             candidates[name]()
             if round_number >= 0:
-                seconds[name].append(clock() - began)
+                seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
@@ -252,20 +233,46 @@ def ratio_range(seconds: Mapping[str, list[float]], ours: str, theirs: str) -> t
 
 def cuda_milliseconds(call: Callable[[], object], *, repeats: int = 100, warmup: int = 10) -> float:
     """The median time of one call on the current CUDA device, by events."""
-    for _ in range(warmup):
-        call()
     times = []
-    for _ in range(repeats):
+    for turn in range(-warmup, repeats):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         call()
         ended.record()
         ended.synchronize()
-        times.append(float(began.elapsed_time(ended)))
+        times += [float(began.elapsed_time(ended))] if turn >= 0 else []
     return statistics.median(times)
 
 
-def resident(field: str) -> float:
-    """MiB of this process: its own (`RssAnon`), or at most (`VmHWM`); `ru_maxrss` would begin at the parent's peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
+def measured(work: Callable[[], Any], device: str) -> dict[str, float]:
+    """Seconds, and the most memory beyond what there was before, in MiB; what `work` returns is kept until then.
+
+    On a CPU it is the memory of this process alone: pages mapped from files are the system's cache.
+    """
+    cuda, done, peaks = device.startswith("cuda"), threading.Event(), list[float]()
+
+    def memory() -> float:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+        return (torch.cuda.max_memory_allocated() if cuda else (resident - shared) * os.sysconf("SC_PAGE_SIZE")) / 2**20
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peaks.append(memory())
+
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before, watcher = memory(), threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    try:
+        kept = work()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    finally:
+        done.set()
+        watcher.join()
+    peak = max([*peaks, memory()]) - before
+    del kept
+    return {"seconds": seconds, "mib": peak}

@@ -17,6 +17,13 @@ def mlp(sizes: tuple[int, ...] = (784, 400, 400, 10)) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def lenet(classes: int = 10) -> nn.Sequential:
+    """LeNet-5 with ReLU, for 28 × 28 images."""
+    first = nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)
+    second = nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, *second, nn.Flatten(), *mlp((400, 120, 84, classes)))
+
+
 class Residual(nn.Module):
     """x + two 3 × 3 convolutions of it; a 1 × 1 convolution stands on the short way where the shape changes."""
 
@@ -38,57 +45,30 @@ class Residual(nn.Module):
         return self.relu2(self.norm2(self.conv2(inner)) + self.short(x))
 
 
-class ResNet18(nn.Sequential):
-    """The eighteen-layer residual network with a 3 × 3 stem and no pooling before the stages, for 32 × 32 images."""
-
-    def __init__(self, classes: int = 10) -> None:
-        stages: list[nn.Module] = []
-        width_in = 64
-        for width, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            stages += [Residual(width_in, width, stride), Residual(width, width, 1)]
-            width_in = width
-        super().__init__(
-            nn.Conv2d(3, 64, 3, padding=1, bias=False),
-            nn.BatchNorm2d(64),
-            nn.ReLU(),
-            *stages,
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(width_in, classes),
-        )
+def residual(channels: int, blocks: list[tuple[int, int, int]], classes: int) -> nn.Sequential:
+    """A 3 × 3 stem and blocks by (width in, width, stride), all with batch norm, then global pooling."""
+    body = [Residual(*shape) for shape in blocks]
+    return nn.Sequential(*stem(channels, blocks[0][0]), *body, *pooled(blocks[-1][1], classes))
 
 
-def lenet(classes: int = 10) -> nn.Sequential:
-    """LeNet-5 with ReLU and largest values, for 28 × 28 images."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, classes),
-    )
+def stem(channels: int, width: int) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+
+
+def pooled(width: int, classes: int) -> tuple[nn.Module, ...]:
+    return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes)
 
 
 def small_resnet(classes: int = 10) -> nn.Sequential:
-    """Three residual blocks with batch norm, of 16, 32 and 64 channels, and global pooling."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        Residual(16, 16, 1),
-        Residual(16, 32, 2),
-        Residual(32, 64, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(64, classes),
-    )
+    """Three residual blocks of 16, 32 and 64 channels, for grey images."""
+    first = stem(1, 16)
+    return nn.Sequential(*first, Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2), *pooled(64, classes))
+
+
+def ResNet18(classes: int = 10) -> nn.Sequential:
+    """The eighteen-layer residual network without pooling before the stages, for 32 × 32 images."""
+    ends = ((64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2))
+    return residual(3, [shape for end in ends for shape in (end, (end[1], end[1], 1))], classes)
 
 
 class Patches(nn.Module):
@@ -109,16 +89,12 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.project = nn.Linear(width, 3 * width)
-        self.join = nn.Linear(width, width)
+        self.heads, self.project, self.join = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, width) to the same."""
-        batch, length, width = x.shape
-        parts = self.project(x).reshape(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        found = F.scaled_dot_product_attention(*parts.unbind())
-        return self.join(found.transpose(1, 2).reshape(batch, length, width))
+        parts = self.project(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.join(F.scaled_dot_product_attention(*parts.unbind()).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -127,9 +103,8 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attend = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
-        self.think = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
+        wide = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        self.think = nn.Sequential(nn.LayerNorm(width), *wide)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, length, width) to the same."""
@@ -148,6 +123,5 @@ class MeanOverPlaces(nn.Module):
 def vit(classes: int = 10, *, width: int = 192, depth: int = 6, heads: int = 6) -> nn.Sequential:
     """A small vision transformer for 32 × 32 images: patches of 4 × 4, layer norm, the mean over places."""
     blocks = [Block(width, heads) for _ in range(depth)]
-    return nn.Sequential(
-        Patches(32, 4, width), *blocks, nn.LayerNorm(width), MeanOverPlaces(), nn.Linear(width, classes)
-    )
+    patches, mean = Patches(32, 4, width), (nn.LayerNorm(width), MeanOverPlaces())
+    return nn.Sequential(patches, *blocks, *mean, nn.Linear(width, classes))

@@ -11,14 +11,7 @@ from torch import Tensor
 
 # Inputs, a strength, and random numbers to the shifted inputs.
 Shift = Callable[[Tensor, float, torch.Generator], Tensor]
-SPACE = 32
-
-
-# --- images, (n, channels, height, width) in [0, 1] -----------------------------------------------------------------
-
-
-def gaussian_noise(x: Tensor, deviation: float, draw: torch.Generator) -> Tensor:
-    return (x + deviation * torch.randn(x.shape, generator=draw).to(x.device)).clamp(0, 1)
+SPACE, SHARES = 32, (0.05, 0.1, 0.2, 0.4)
 
 
 def gaussian_blur(x: Tensor, width: float, draw: torch.Generator) -> Tensor:
@@ -32,16 +25,6 @@ def gaussian_blur(x: Tensor, width: float, draw: torch.Generator) -> Tensor:
     return F.conv2d(rows, kernel[:, None].expand(channels, 1, -1, 1), groups=channels)
 
 
-def contrast(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
-    """That share of each image's difference from its mean."""
-    mean = x.mean(dim=(1, 2, 3), keepdim=True)
-    return mean + share * (x - mean)
-
-
-def brightness(x: Tensor, more: float, draw: torch.Generator) -> Tensor:
-    return (x + more).clamp(max=1)
-
-
 def rotation(x: Tensor, degrees: float, draw: torch.Generator) -> Tensor:
     """To the left or to the right, by chance; black corners."""
     angle = math.radians(degrees) * (2.0 * torch.randint(2, (len(x),), generator=draw) - 1)
@@ -51,22 +34,33 @@ def rotation(x: Tensor, degrees: float, draw: torch.Generator) -> Tensor:
     return F.grid_sample(x, grid, align_corners=False)
 
 
-def coarse_pixels(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
-    """That share of the rows and columns."""
-    small = F.interpolate(x, scale_factor=share, mode="area")
-    return F.interpolate(small, size=x.shape[2:], mode="nearest")
-
-
-# --- texts, (n, length) bytes ---------------------------------------------------------------------------------------
+IMAGES: Mapping[str, tuple[Shift, tuple[float, ...]]] = {
+    "noise": (
+        lambda x, deviation, draw: (x + deviation * torch.randn(x.shape, generator=draw).to(x.device)).clamp(0, 1),
+        (0.05, 0.1, 0.2, 0.3),
+    ),
+    "blur": (gaussian_blur, (0.5, 1.0, 1.5, 2.0)),
+    # That share of each image's difference from its mean.
+    "contrast": (
+        lambda x, share, draw: (m := x.mean((1, 2, 3), keepdim=True)) + share * (x - m),
+        (0.7, 0.5, 0.3, 0.15),
+    ),
+    "brightness": (lambda x, more, draw: (x + more).clamp(max=1), (0.1, 0.2, 0.3, 0.4)),
+    "rotation": (rotation, (10.0, 20.0, 30.0, 45.0)),
+    # That share of the rows and columns.
+    "coarse pixels": (
+        lambda x, share, draw: F.interpolate(F.interpolate(x, scale_factor=share, mode="area"), size=x.shape[2:]),
+        (0.75, 0.5, 0.36, 0.25),
+    ),
+}
 
 
 def _some(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
     return (torch.rand(x.shape, generator=draw) < share).to(x.device)
 
 
-def _letters(x: Tensor) -> Tensor:
-    folded = x | 32
-    return (folded >= ord("a")) & (folded <= ord("z"))
+def _letters(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
+    return _some(x, share, draw) & (x | 32 >= ord("a")) & (x | 32 <= ord("z"))
 
 
 def random_bytes(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
@@ -74,58 +68,38 @@ def random_bytes(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
     return torch.where(_some(x, share, draw), drawn, x)
 
 
-def spaces(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
-    return torch.where(_some(x, share, draw), SPACE, x)
-
-
 def swapped(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
     """Pairs of neighbours that change places."""
-    pairs = x[:, : x.shape[1] // 2 * 2].unflatten(1, (-1, 2))
+    even = x.shape[1] // 2 * 2
+    pairs = x[:, :even].unflatten(1, (-1, 2))
     chosen = _some(pairs[..., 0], share, draw)[..., None]
-    return torch.cat([torch.where(chosen, pairs.flip(2), pairs).flatten(1), x[:, x.shape[1] // 2 * 2 :]], dim=1)
-
-
-def other_case(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
-    return torch.where(_some(x, share, draw) & _letters(x), x ^ 32, x)
+    return torch.cat([torch.where(chosen, pairs.flip(2), pairs).flatten(1), x[:, even:]], dim=1)
 
 
 def deleted(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
     """What is left moves up; spaces fill the end."""
     gone = _some(x, share, draw)
-    order = gone.long().argsort(dim=1, stable=True)
-    return torch.where(gone, SPACE, x).gather(1, order)
+    return torch.where(gone, SPACE, x).gather(1, gone.long().argsort(dim=1, stable=True))
 
 
 def next_letters(x: Tensor, share: float, draw: torch.Generator) -> Tensor:
     """Letters that become the next of the alphabet, z an a."""
-    case = x & 32
-    later = (((x | 32) - ord("a") + 1) % 26 + ord("a")) ^ 32 ^ case
-    return torch.where(_some(x, share, draw) & _letters(x), later, x)
+    later = (((x | 32) - ord("a") + 1) % 26 + ord("a")) ^ 32 ^ (x & 32)
+    return torch.where(_letters(x, share, draw), later, x)
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
-
-SHARES = (0.05, 0.1, 0.2, 0.4)
-IMAGES: Mapping[str, tuple[Shift, tuple[float, ...]]] = {
-    "noise": (gaussian_noise, (0.05, 0.1, 0.2, 0.3)),
-    "blur": (gaussian_blur, (0.5, 1.0, 1.5, 2.0)),
-    "contrast": (contrast, (0.7, 0.5, 0.3, 0.15)),
-    "brightness": (brightness, (0.1, 0.2, 0.3, 0.4)),
-    "rotation": (rotation, (10.0, 20.0, 30.0, 45.0)),
-    "coarse pixels": (coarse_pixels, (0.75, 0.5, 0.36, 0.25)),
-}
-TEXTS: Mapping[str, tuple[Shift, tuple[float, ...]]] = {
-    "random bytes": (random_bytes, SHARES),
-    "spaces": (spaces, SHARES),
-    "swapped": (swapped, SHARES),
-    "other case": (other_case, SHARES),
-    "deleted": (deleted, SHARES),
-    "next letters": (next_letters, SHARES),
+TEXTS: Mapping[str, Shift] = {
+    "random bytes": random_bytes,
+    "spaces": lambda x, share, draw: torch.where(_some(x, share, draw), SPACE, x),
+    "swapped": swapped,
+    "other case": lambda x, share, draw: torch.where(_letters(x, share, draw), x ^ 32, x),
+    "deleted": deleted,
+    "next letters": next_letters,
 }
 
 
 def shifted(x: Tensor, *, seed: int = 0) -> dict[str, list[Tensor]]:
     """Copies by kind, one a strength, on the device of the inputs; the random numbers are drawn on the CPU."""
-    kinds = IMAGES if x.is_floating_point() else TEXTS
+    kinds = IMAGES if x.is_floating_point() else {name: (shift, SHARES) for name, shift in TEXTS.items()}
     draw = torch.Generator().manual_seed(seed)
     return {name: [shift(x, strength, draw) for strength in strengths] for name, (shift, strengths) in kinds.items()}

@@ -2,161 +2,105 @@
 
     python -m benchmarks.compress.smaller --nets DIR [--only 'resnet18-*'] [--methods ours sparsegpt] [--report]
 
-`DIR` has what `trained` wrote. The rows of a network are one file of `--out`: stopped, it resumes, and several
-processes share the work by `--only`. All methods prune the same matrices and get the same training inputs, without
-labels. A row has the score before and after batch norms are estimated again from these inputs, the seconds of the
-method alone, and on CUDA the memory at most; a method that fails is told and has no row.
+`DIR` has what `trained` wrote. Every row is a file of `--out`: stopped, it resumes, and several processes share the
+work by `--only`. All methods prune the same matrices and get the same training inputs, without labels. A row has the
+score before and after batch norms are estimated again from these inputs, seconds and memory of the method alone; a
+method that fails is told and has no row.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib
 import json
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from benchmarks.common.harness import arguments, number, replaced
+from benchmarks.common.harness import arguments, cells, markdown, mean_and_error, measured, replaced
+from benchmarks.common.inputs import folder, load
 from benchmarks.compress import published
 from benchmarks.compress.trained import NETS, data_of, score, some_inputs, trained
 
 FRACTIONS, BITS, COUNTS = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99), (8, 4, 3, 2), (100, 300, 1000)
 SEQUENCES, JOINT = 128, 4
+OTHER = "fashion-mnist"
 Row = dict[str, Any]
+# Of a posterior, the inputs that a method gets, a fraction, and bits or None for weights as they are.
+Method = Callable[[ba.Posterior, Tensor, float, int | None], nn.Module]
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A network, its posterior, and the inputs that a method gets."""
-
-    posterior: ba.Posterior
-    inputs: Tensor
-
-    @property
-    def model(self) -> nn.Module:
-        """The dense network."""
-        return self.posterior.model
-
-    @property
-    def eligible(self) -> list[str]:
-        """The weights that are pruned or rounded."""
-        return list(published.matrices(self.model))
-
-    def pruned(self, fraction: float, **how: Any) -> ba.Posterior:
-        """By this library."""
-        exclude = [name for name in self.posterior.mode if name not in self.eligible]
-        return ba.prune(self.posterior, fraction, exclude=exclude, **how) if fraction else self.posterior
-
-    def conditioned(self, small: nn.Module) -> nn.Module:
-        """The dense network given the zeros of a pruned one."""
-        masks = {name: small.get_parameter(name) != 0 for name in self.eligible}
-        return ba.compress.condition(self.posterior, masks, self.inputs).model
+def ours(q: ba.Posterior, x: Tensor | None, fraction: float, bits: int | None, **how: Any) -> nn.Module:
+    """Of the matrices that all methods prune; without inputs by the ratio alone."""
+    exclude = [name for name in q.mode if name not in published.matrices(q.model)]
+    small = ba.prune(q, fraction, exclude=exclude, inputs=x, **how) if fraction else q
+    return small.model if bits is None else ba.quantise(small, bits, inputs=x).model
 
 
-# --- methods: of a case, a fraction and bits, None for as they are ----------------------------------------------------
+def given_zeros(method: Method) -> Method:
+    """The dense network conditioned on the zeros that another method chose."""
 
-Method = Callable[[Case, float, int | None], nn.Module]
-# What a row is called, its method, the fraction, the bits, and how many inputs.
-Job = tuple[str, Method, float, int | None, int]
+    def conditioned(q: ba.Posterior, x: Tensor, fraction: float, bits: int | None) -> nn.Module:
+        small = method(q, x, fraction, bits)
+        masks = {name: small.get_parameter(name) != 0 for name in published.matrices(q.model)}
+        return ba.compress.condition(q, masks, x).model
 
-
-def ours(case: Case, fraction: float, bits: int | None) -> nn.Module:
-    small = case.pruned(fraction, inputs=case.inputs)
-    return small.model if bits is None else ba.quantise(small, bits, inputs=case.inputs).model
-
-
-def sparsegpt(case: Case, fraction: float, bits: int | None) -> nn.Module:
-    return published.sparsegpt(case.model, case.inputs, fraction, bits=bits, eligible=case.eligible)
+    return conditioned
 
 
-def wanda(case: Case, fraction: float, bits: int | None) -> nn.Module:
-    return published.wanda(case.model, case.inputs, fraction, eligible=case.eligible)
+def other_images(n: int) -> Tensor:
+    """Of another set than the network's."""
+    return load(OTHER, "test", made_up=folder() is None)[0][:n]
 
 
-def gptq(case: Case, fraction: float, bits: int | None, *, search: bool = False) -> nn.Module:
-    return published.gptq(case.model, case.inputs, bits or 0, search=search, eligible=case.eligible)
-
-
-def rtn(case: Case, fraction: float, bits: int | None, *, search: bool = False) -> nn.Module:
-    return published.rtn(case.model, bits or 0, search=search, eligible=case.eligible)
-
-
-def hqq(case: Case, fraction: float, bits: int | None) -> nn.Module:
-    """HQQ's own search for a scale and a zero of each row, without inputs; rounding of the package hqq."""
-    quantizer, small = importlib.import_module("hqq.core.quantize").Quantizer, copy.deepcopy(case.model)
-    for name, layer in published.matrices(small).items():
-        if name in case.eligible:
-            w = published.matrix_of(layer)
-            codes = quantizer.quantize(w, bits, group_size=None, axis=1, bitpack=False, device=w.device.type)
-            published.write(layer, quantizer.dequantize(*codes))
-    return small
-
-
-def magnitude(case: Case, fraction: float, bits: int | None, *, uniform: bool = False) -> nn.Module:
-    return published.magnitude(case.model, fraction, uniform=uniform, eligible=case.eligible)
-
-
-ALONE: dict[str, Method] = {
-    "ratio alone": lambda case, fraction, bits: case.pruned(fraction).model,
-    "magnitude": magnitude,
-    "magnitude by layer": lambda *job: magnitude(*job, uniform=True),
-}
-PRUNERS: dict[str, Method] = {
+METHODS: dict[str, Method] = {
+    "dense": lambda q, x, f, b: q.model,
+    "ratio alone": lambda q, x, f, b: ours(q, None, f, b),
+    "magnitude": lambda q, x, f, b: published.magnitude(q.model, f),
+    "magnitude by layer": lambda q, x, f, b: published.magnitude(q.model, f, uniform=True),
     "ours": ours,
-    "sparsegpt": sparsegpt,
-    "sparsegpt conditioned": lambda case, *job: case.conditioned(sparsegpt(case, *job)),
-    "wanda": wanda,
-    "wanda conditioned": lambda case, *job: case.conditioned(wanda(case, *job)),
-    "magnitude conditioned": lambda case, fraction, bits: (
-        case.pruned(fraction, inputs=case.inputs, ranking="magnitude").model
-    ),
+    f"ours, images of {OTHER}": lambda q, x, f, b: ours(q, other_images(len(x)).to(x.device), f, b),
+    "ours, uniform noise": lambda q, x, f, b: ours(q, torch.rand_like(x), f, b),
+    "magnitude conditioned": partial(ours, ranking="magnitude"),
+    "sparsegpt": lambda q, x, f, b: published.sparsegpt(q.model, x, f, bits=b),
+    "wanda": lambda q, x, f, b: published.wanda(q.model, x, f),
+    "gptq": lambda q, x, f, b: published.gptq(q.model, x, b or 0),
+    "gptq searched": lambda q, x, f, b: published.gptq(q.model, x, b or 0, search=True),
+    "rtn": lambda q, x, f, b: published.rtn(q.model, b or 0),
+    "rtn searched": lambda q, x, f, b: published.rtn(q.model, b or 0, search=True),
 }
-ROUNDERS: dict[str, Method] = {
-    "ours": ours,
-    "gptq": gptq,
-    "gptq searched": lambda *job: gptq(*job, search=True),
-    "rtn": rtn,
-    "rtn searched": lambda *job: rtn(*job, search=True),
-    "hqq": hqq,
-}
-BOTH: dict[str, Method] = {"ours": ours, "sparsegpt": sparsegpt}
+METHODS |= {f"{name} conditioned": given_zeros(METHODS[name]) for name in ("sparsegpt", "wanda")}
+PRUNERS = ("ours", "sparsegpt", "sparsegpt conditioned", "wanda", "wanda conditioned", "magnitude conditioned")
+ROUNDERS = ("ours", "gptq", "gptq searched", "rtn", "rtn searched")
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
-
-
-def jobs(counts: tuple[int, ...], *, quick: bool) -> Iterator[Job]:
-    """Every row of a network."""
+def jobs(data: str, counts: tuple[int, ...], *, quick: bool) -> list[tuple[str, float, int | None, int]]:
+    """Every row of a network: its method, the fraction, the bits, and how many inputs."""
     fractions, bits = ((0.5, 0.9), (3,)) if quick else (FRACTIONS, BITS)
-    yield "dense", lambda case, *_: case.model, 0.0, None, 0
-    for (name, method), fraction in product(ALONE.items(), fractions):
-        yield name, method, fraction, None, 0
-    for n, (name, method), fraction in product(counts[::-1], PRUNERS.items(), fractions):
-        yield name, method, fraction, None, n
-    for (name, method), width in product(ROUNDERS.items(), bits):
-        yield name, method, 0.0, width, counts[-1]
-    for (name, method), fraction in product(BOTH.items(), fractions):
-        yield name, method, fraction, JOINT, counts[-1]
+    wrong = (f"ours, images of {OTHER}", "ours, uniform noise") if data == "mnist" else ()
+    return [
+        ("dense", 0.0, None, 0),
+        *product(("ratio alone", "magnitude", "magnitude by layer"), fractions, (None,), (0,)),
+        *product(PRUNERS, fractions, (None,), counts[::-1]),
+        *product(ROUNDERS, (0.0,), bits, counts[-1:]),
+        *product(("ours", "sparsegpt"), fractions, (JOINT,), counts[-1:]),
+        *product(wrong, fractions, (None,), counts[-1:]),
+    ]
 
 
-def size_of(model: nn.Module, eligible: list[str], bits: int | None) -> int:
+def size_of(model: nn.Module, bits: int | None) -> int:
     """Bytes of a file: what is kept, the entropy of where, with bits a scale of 16 a row; all else in float32."""
-    total = 0.0
+    total, matrices = 0.0, published.matrices(model)
     for name, parameter in model.named_parameters():
         n, wide = parameter.numel(), 32
-        if name in eligible:
+        if name in matrices:
             kept, wide = int((parameter != 0).sum()), bits or 32
             where = sum(-part * math.log2(part / n) for part in (kept, n - kept) if part)
             total += min(kept * wide + where, n * wide) + (16 * len(parameter) if bits else 0)
@@ -171,97 +115,56 @@ def posterior_of(path: Path, device: str, n_data: int) -> ba.Posterior:
     return ba.Posterior.from_checkpoint(path, model.eval(), n_data=n_data)
 
 
-def row_of(path: Path, job: Job, device: str, *, quick: bool) -> Row:
-    """One method on one network."""
-    (name, _, seed), (title, method, fraction, bits, n) = path.stem.rpartition("-"), job
-    net, is_cuda = NETS[name], device.startswith("cuda")
-    data = data_of(net, device, made_up=quick)
-    case = Case(posterior_of(path, device, len(data.train[0])), some_inputs(net, data, max(n, 1), int(seed)))
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    small = method(case, fraction, bits)
-    if is_cuda:
-        torch.cuda.synchronize()
-    row: Row = {"net": name, "seed": int(seed), "method": title, "fraction": fraction, "bits": bits, "inputs": n}
-    row |= {"seconds": time.perf_counter() - start, "score": score(net, small, data)}
-    row["renormed"] = score(net, published.renormed(small, case.inputs), data) if n else None
-    row["memory"] = torch.cuda.max_memory_allocated() if is_cuda else None
-    zeros = [int((small.get_parameter(key) == 0).sum()) for key in case.eligible]
-    row["sparsity"] = sum(zeros) / sum(small.get_parameter(key).numel() for key in case.eligible)
-    return row | {"bytes": size_of(small, case.eligible, bits)}
-
-
-def key_of(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("method", "fraction", "bits", "inputs"))
-
-
-def measure(path: Path, out: Path, wanted: Iterable[Job], device: str, *, quick: bool) -> list[Row]:
-    """The rows of a network, and those that are not there yet into its file."""
-    rows: list[Row] = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else []
-    done = {key_of(row) for row in rows}
-    for job in wanted:
-        if (job[0], *job[2:]) in done:
-            continue
-        try:
-            rows.append(row := row_of(path, job, device, quick=quick))
-        except Exception as error:
-            print(f"{path.stem}, {job[0]}, {job[2:]} failed: {type(error).__name__}: {error}", flush=True)
-            continue
-        text = json.dumps(rows, indent=1)
-        replaced(out, lambda unfinished, text=text: unfinished.write_text(text, encoding="utf-8"))
-        print(f"{path.stem} {key_of(row)}: {row['score']:.3f}, {row['seconds']:.1f} s", flush=True)
-    return rows
-
-
-# --- tables ---------------------------------------------------------------------------------------------------------
-
-
-def tables(rows: list[Row]) -> str:
-    """In Markdown, a network's scores over its seeds, and where it has batch norms those with them estimated again."""
-    text = []
-    for net in dict.fromkeys(row["net"] for row in rows):
-        mine = [row for row in rows if row["net"] == net]
-        digits = 3 if NETS[net].smaller_is_better else 1
-        dense = number([row["score"] for row in mine if row["method"] == "dense"], digits)
-        for title, chosen, column in (
-            ("pruned by", lambda row: row["bits"] is None and row["method"] != "dense", "fraction"),
-            ("rounded to bits", lambda row: row["bits"] and not row["fraction"], "bits"),
-            (f"at {JOINT} bits, pruned by", lambda row: row["bits"] and row["fraction"], "fraction"),
-        ):
-            cells: dict[tuple[str, int], dict[float, list[Row]]] = {}
-            for row in filter(chosen, mine):
-                cells.setdefault((row["method"], row["inputs"]), {}).setdefault(row[column], []).append(row)
-            if not cells:
-                continue
-            heads = sorted({row[column] for row in filter(chosen, mine)}, reverse=column == "bits")
-            text += [f"\n{net} (dense {dense}), {title}\n", f"| method, inputs | {' | '.join(map(str, heads))} |"]
-            text.append("|" + "---|" * (len(heads) + 1))
-            for (method, n), by in cells.items():
-                for again in ("score", "renormed"):
-                    if again == "score" or any(r["renormed"] not in (None, r["score"]) for c in by.values() for r in c):
-                        label = f"{method}, {n or 'none'}{', norms again' if again == 'renormed' else ''}"
-                        found = (number([r[again] for r in by.get(head, [])], digits) for head in heads)
-                        text.append(f"| {label} | {' | '.join(found)} |")
-    return "\n".join(text)
+def row_of(path: Path, job: tuple[str, float, int | None, int], device: str, *, quick: bool) -> Row | None:
+    """One method on one network; None where it fails."""
+    (name, _, seed), (method, fraction, bits, n) = path.stem.rpartition("-"), job
+    about: Row = {"net": name, "seed": int(seed), "method": method, "fraction": fraction, "bits": bits, "inputs": n}
+    net, data = NETS[name], data_of(NETS[name], device, made_up=quick)
+    q, x = posterior_of(path, device, len(data.train[0])), some_inputs(net, data, max(n, 1), int(seed))
+    made: list[nn.Module] = []
+    try:
+        cost = measured(lambda: made.append(METHODS[method](q, x, fraction, bits)), device)
+    except Exception as error:
+        print(f"{about} failed: {type(error).__name__}: {error}", flush=True)
+        return None
+    row = about | cost | {"score": score(net, made[0], data), "bytes": size_of(made[0], bits)}
+    print(f"{path.stem}, {method}, {fraction:g}: {row['score']:.3f} in {row['seconds']:.1f} s, {row['mib']:.0f} MiB")
+    return row | {"renormed": score(net, published.renormed(made[0], x), data) if n else None}
 
 
 def means(rows: list[Row]) -> list[Row]:
     """One row for those of all seeds: mean score and standard error, the mean with norms again, mean bytes."""
-    cells: dict[tuple[Any, ...], list[Row]] = {}
+    keys, grouped = ("net", "method", "fraction", "bits", "inputs"), dict[tuple[Any, ...], list[Row]]()
     for row in rows:
-        cells.setdefault((row["net"], *key_of(row)), []).append(row)
-    found = []
-    for some in cells.values():
-        scores = [row["score"] for row in some]
-        error = round(stdev(scores) / math.sqrt(len(some)), 4) if len(some) > 1 else 0.0
-        about = {key: some[0][key] for key in ("net", "method", "fraction", "bits", "inputs")}
-        size = round(fmean(row["bytes"] for row in some))
-        again = round(fmean(row["score"] if row["renormed"] is None else row["renormed"] for row in some), 4)
-        scored = {"score": round(fmean(scores), 4), "error": error, "norms again": again}
-        found.append(about | {"seeds": len(some), **scored, "bytes": size})
-    return found
+        grouped.setdefault(tuple(row[key] for key in keys), []).append(row)
+    averages = []
+    for about, some in grouped.items():
+        mean, error = mean_and_error(row["score"] for row in some)
+        again = fmean(row["score"] if row["renormed"] is None else row["renormed"] for row in some)
+        scored = {"score": round(mean, 4), "error": round(error, 4) if len(some) > 1 else 0.0}
+        scored |= {"norms again": round(again, 4), "bytes": round(fmean(row["bytes"] for row in some))}
+        averages.append(dict(zip(keys, about, strict=True)) | {"seeds": len(some)} | scored)
+    return averages
+
+
+def tables(rows: list[Row]) -> Iterator[str]:
+    """A network's mean scores, after a semicolon with batch norms estimated again where that is another number."""
+    for net, (title, column, which) in product(
+        dict.fromkeys(row["net"] for row in rows),
+        (
+            ("pruned by", "fraction", lambda row: row["bits"] is None),
+            ("rounded to bits", "bits", lambda row: row["bits"] and not row["fraction"]),
+            (f"at {JOINT} bits, pruned by", "fraction", lambda row: row["bits"] and row["fraction"]),
+        ),
+    ):
+        digits, lines = 3 if NETS[net].smaller_is_better else 1, dict[str, dict[float, str]]()
+        for row in (row for row in rows if row["net"] == net and which(row)):
+            told = f"{row['score']:.{digits}f}" + (f" ± {row['error']:.{digits}f}" if row["seeds"] > 1 else "")
+            told += f"; {row['norms again']:.{digits}f}" if row["norms again"] != row["score"] else ""
+            lines.setdefault(f"{row['method']}, {row['inputs'] or 'no'} inputs", {})[row[column]] = told
+        heads = sorted({head for line in lines.values() for head in line}, reverse=column == "bits")
+        cells_of = ((label, *(line.get(head, "–") for head in heads)) for label, line in lines.items())
+        yield markdown((f"{net}, {title}", *heads), cells_of)
 
 
 def main() -> None:
@@ -269,23 +172,28 @@ def main() -> None:
     parser.add_argument("--nets", type=Path, help="folder of the trained networks")
     parser.add_argument("--only", nargs="+", default=["*"], help="of these, by pattern: resnet18-*")
     parser.add_argument("--methods", nargs="+", help="of these alone")
-    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="how many images, ascending")
     parser.add_argument("--report", action="store_true", help="the tables of what is there")
     options = parser.parse_args()
-    nets, out = options.nets or options.out / "nets", options.out
+    nets, folder = options.nets or options.out / "nets", options.out / "smaller"
     if options.quick and not (nets / "lenet300-0.pt").is_file():
         trained("lenet300", 0, nets / "lenet300-0.pt", options.device, made_up=True)
     for path in sorted(nets.glob("*.pt")) if not options.report else ():
+        name = path.stem.rpartition("-")[0]
         if any(fnmatchcase(path.stem, pattern) for pattern in options.only):
-            is_text = NETS[path.stem.rpartition("-")[0]].smaller_is_better
-            counts = (100,) if options.quick else (SEQUENCES,) if is_text else tuple(options.counts)
-            listed = (job for job in jobs(counts, quick=options.quick) if job[0] in (options.methods or (job[0],)))
-            measure(path, out / f"{path.stem}.json", listed, options.device, quick=options.quick)
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*-*.json"))]
-    rows = [row for rows in found for row in rows]
-    print(tables(rows))
-    lines = ",\n".join(json.dumps(row) for row in means(rows))
-    replaced(out / "smaller.json", lambda unfinished: unfinished.write_text(f"[\n{lines}\n]\n", encoding="utf-8"))
+            counts = (SEQUENCES,) if NETS[name].smaller_is_better else COUNTS
+            wanted = jobs(NETS[name].data, (100,) if options.quick else counts, quick=options.quick)
+            makes = {
+                f"{path.stem}, {', '.join(map(str, job))}": partial(
+                    row_of, path, job, options.device, quick=options.quick
+                )
+                for job in wanted
+                if job[0] in (options.methods or METHODS)
+            }
+            cells(folder, makes, {"quick": options.quick})
+    rows = means([json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))])
+    print("\n\n".join(tables(rows)))
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    replaced(options.out / "smaller.json", lambda path: path.write_text(f"[\n{lines}\n]\n", encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,10 @@ them: the noise of the held-out residuals alone, `ba.calibrate`, five networks, 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
-from benchmarks.common.harness import arguments, mean_and_error, setting, write_results
+from benchmarks.common.harness import arguments, number, setting, write_results
+from benchmarks.common.inputs import Pixels, uci
 from benchmarks.common.networks import mlp
+from benchmarks.common.training import drawn, fit
 
 SETS = ("toy", "energy", "yacht", "wine-quality-red")
 EPOCHS, BATCH = 400, 32
@@ -37,33 +38,32 @@ DIAGONAL, INPUTS = "diagonal, p = 0.5", "inputs, p = 0.5"
 class Split:
     """Standardised rows: training, held out, inside and in the gap; (x, y) each."""
 
-    def __init__(self, train: Any, inside: Any, outside: Any, seed: int) -> None:
+    def __init__(self, train: Pixels, inside: Pixels, outside: Pixels, seed: int) -> None:
         (x, y), order = train, torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(seed))
         held_out, rest = order.tensor_split([len(x) // 5])
-        pairs = ((x[held_out], y[held_out]), (x[rest], y[rest]), inside, outside)
-        scale = x.std(0).clamp(min=1e-6)
-        self.held_out, self.train, self.inside, self.outside = (
-            ((a - x.mean(0)) / scale, (b - y.mean(0)) / y.std(0)) for a, b in pairs
-        )
+        pairs, scale = ((x[held_out], y[held_out]), (x[rest], y[rest]), inside, outside), x.std(0).clamp(min=1e-6)
+        standard = (((a - x.mean(0)) / scale, (b - y.mean(0)) / y.std(0)) for a, b in pairs)
+        self.held_out, self.train, self.inside, self.outside = standard
 
 
 def toy(seed: int) -> Split:
     """The paper's toy problem."""
     source = torch.Generator().manual_seed(seed)
 
-    def drawn(n: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+    def points(n: int, low: float, high: float) -> Pixels:
         x = low + (high - low) * torch.rand(n, 1, generator=source)
         angle = 2 * math.pi * (x + 0.02 * torch.randn(n, 1, generator=source))
         return x, x + 0.3 * angle.sin() + 0.3 * (2 * angle).sin()
 
-    outside = [torch.cat(part) for part in zip(drawn(100, -0.5, 0.0), drawn(140, 0.5, 1.2), strict=True)]
-    return Split(drawn(250, 0.0, 0.5), drawn(300, 0.0, 0.5), outside, seed)
+    left, right = points(100, -0.5, 0.0), points(140, 0.5, 1.2)
+    outside = torch.cat([left[0], right[0]]), torch.cat([left[1], right[1]])
+    return Split(points(250, 0.0, 0.5), points(300, 0.0, 0.5), outside, seed)
 
 
 def gaps(name: str) -> list[Callable[[int], Split]]:
     """One split for each feature whose middle third is left out; a tenth of the other rows is inside."""
-    found = np.load(Path(os.environ["BAYESADAM_DATA"]) / "uci" / f"{name}.npz")
-    x, y = torch.tensor(found["X"]).float(), torch.tensor(found["y"]).float()[:, None]
+    table = uci(name)
+    x, y = torch.tensor(table["X"]).float(), torch.tensor(table["y"]).float()[:, None]
 
     def split(mask: Any, seed: int) -> Split:
         gap = torch.tensor(mask)
@@ -72,39 +72,30 @@ def gaps(name: str) -> list[Callable[[int], Split]]:
         inside, train = rest[: len(rest) // 10], rest[len(rest) // 10 :]
         return Split((x[train], y[train]), (x[inside], y[inside]), (x[gap], y[gap]), seed)
 
-    return [partial(split, mask) for mask in found["gap_test_mask"]]
+    return [partial(split, mask) for mask in table["gap_test_mask"]]
 
 
-def trained(split: Split, seed: int, epochs: int) -> tuple[nn.Module, Any]:
+def trained(split: Split, seed: int, epochs: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     x, y = split.train
-    model = mlp((x.shape[1], 50, 50, 1))
+    model, steps = mlp((x.shape[1], 50, 50, 1)), epochs * max(1, len(x) // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
-    steps = epochs * max(1, len(x) // BATCH)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for _ in range(steps):
-        rows = torch.randint(len(x), (BATCH,))
-        optimizer.zero_grad()
-        F.mse_loss(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-        rate.step()
-    return model.eval(), optimizer
+    rows = drawn(len(x), BATCH, steps)
+    return fit(model, optimizer, rows, lambda some: F.mse_loss(model(x[some]), y[some]), schedule=rate), optimizer
 
 
-def posteriors(split: Split, model: nn.Module, optimizer: Any) -> dict[str, ba.Posterior]:
+def posteriors(split: Split, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, ba.Posterior]:
     """Of one network, each tuned by evidence."""
-    n, found = len(split.train[0]), {}
+    (x, y), made = split.train, dict[str, ba.Posterior]()
     for power in (0.5, 1.0):
-        read: Any = {"n_data": n, "batch_size": BATCH, "power": power, "likelihood": "regression"}
-        q = ba.Posterior.from_optimizer(model, optimizer, prior_precision=1.0, **read)
-        found[f"diagonal, p = {power:g}"] = q
-        found[f"inputs, p = {power:g}"] = q.with_inputs(split.train[0][:400])
-    source = torch.Generator().manual_seed(0)
-    rows = [torch.randint(n, (BATCH,), generator=source) for _ in range(100)]
-    batches = [tuple(part[some] for part in split.train) for some in rows]
+        how: Any = {"batch_size": BATCH, "power": power, "likelihood": "regression", "prior_precision": 1.0}
+        q = ba.Posterior.from_optimizer(model, optimizer, n_data=len(x), **how)
+        made |= {f"diagonal, p = {power:g}": q, f"inputs, p = {power:g}": q.with_inputs(x[:400])}
+    batches = [(x[rows], y[rows]) for rows in drawn(len(x), BATCH, 100, torch.Generator().manual_seed(0))]
     recorder = ba.Recorder.from_batches(model, batches, F.mse_loss, keep=100)
-    found["kronecker"] = ba.Posterior.from_recorder(model, recorder, n, likelihood="regression")
-    return {name: q.tune(split.held_out, method="evidence") for name, q in found.items()}
+    made["kronecker"] = ba.Posterior.from_recorder(model, recorder, len(x), likelihood="regression")
+    return {name: q.tune(split.held_out, method="evidence") for name, q in made.items()}
 
 
 # Means (n, 1), and variances of f and of y.
@@ -122,7 +113,7 @@ def moments(answer: Callable[[Tensor], Any]) -> Predict:
     return predict
 
 
-def of_networks(models: list[nn.Module], held_out: tuple[Tensor, Tensor]) -> Predict:
+def of_networks(models: list[nn.Module], held_out: Pixels) -> Predict:
     """Their spread, and the noise of the held-out residuals of their mean."""
 
     @torch.no_grad()
@@ -132,9 +123,9 @@ def of_networks(models: list[nn.Module], held_out: tuple[Tensor, Tensor]) -> Pre
     noise = (held_out[1] - outputs(held_out[0]).mean(dim=0)).square().mean()
 
     def predict(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = outputs(x)
-        spread = found.var(dim=0, correction=0)
-        return found.mean(dim=0), spread, spread + noise
+        f = outputs(x)
+        spread = f.var(dim=0, correction=0)
+        return f.mean(dim=0), spread, spread + noise
 
     return predict
 
@@ -146,46 +137,38 @@ def process(split: Split) -> Predict:
 
     x, y = (torch.cat(parts)[:800].double().numpy() for parts in zip(split.train, split.held_out, strict=True))
     kernel = ConstantKernel() * RBF(np.ones(x.shape[1])) + WhiteKernel()
-    found = GaussianProcessRegressor(kernel, random_state=0).fit(x, y[:, 0])
-    noise = found.kernel_.k2.noise_level
+    fitted = GaussianProcessRegressor(kernel, random_state=0).fit(x, y[:, 0])
+    noise = fitted.kernel_.k2.noise_level
 
     def predict(at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, std = found.predict(at.double().numpy(), return_std=True)
-        variance = torch.tensor(std**2).float()[:, None]
-        return torch.tensor(mean).float()[:, None], (variance - noise).clamp(min=1e-9), variance
+        mean, std = (torch.tensor(part)[:, None] for part in fitted.predict(at.double().numpy(), return_std=True))
+        variance = std.square().float()
+        return mean.float(), (variance - noise).clamp(min=1e-9), variance
 
     return predict
 
 
-def scored(split: Split, predict: Predict) -> dict[str, float]:
-    """NLL inside and in the gap, and the deviation of f."""
-    found = {}
-    for where, (x, y) in (("in", split.inside), ("out", split.outside)):
-        mean, of_f, of_y = predict(x)
-        found[f"nll {where}"] = float(F.gaussian_nll_loss(mean, y, of_y, full=True))
-        found[f"std {where}"] = float(of_f.sqrt().mean())
-    return found
-
-
 def measured(split: Split, seed: int, epochs: int) -> dict[str, dict[str, float]]:
+    """Of every method the NLL inside and in the gap, and the deviation of f."""
     model, optimizer = trained(split, seed, epochs)
     others = [trained(split, 1000 + 10 * seed + i, epochs)[0] for i in range(4)]
     tuned = posteriors(split, model, optimizer)
-    rows = {"noise alone": of_networks([model], split.held_out)}
-    rows |= {name: moments(q.predict) for name, q in tuned.items()}
-    rows["calibrated, inputs"] = moments(ba.calibrate(tuned[INPUTS], split.held_out))
-    rows |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
-    return {name: scored(split, predict) for name, predict in rows.items()}
+    methods = {"noise alone": of_networks([model], split.held_out)}
+    methods |= {name: moments(q.predict) for name, q in tuned.items()}
+    methods["calibrated, inputs"] = moments(ba.calibrate(tuned[INPUTS], split.held_out))
+    methods |= {"five networks": of_networks([model, *others], split.held_out), "Gaussian process": process(split)}
+    rows: dict[str, dict[str, float]] = {name: {} for name in methods}
+    for (name, row), (where, (x, y)) in product(rows.items(), (("in", split.inside), ("out", split.outside))):
+        mean, of_f, of_y = methods[name](x)
+        row[f"nll {where}"] = float(F.gaussian_nll_loss(mean, y, of_y, full=True))
+        row[f"std {where}"] = float(of_f.sqrt().mean())
+    return rows
 
 
-def told(results: Mapping[str, list[Mapping[str, float]]]) -> list[str]:
-    lines = []
-    for name, rows in results.items():
-        nll = [mean_and_error([row[key] for row in rows]) for key in ("nll in", "nll out")]
-        inside, outside = (statistics.fmean(row[key] for row in rows) for key in ("std in", "std out"))
-        growth = f"{outside / inside:6.1f}" if inside else "     –"
-        lines.append(f"  {name:20s}" + "".join(f"{m:9.3f} ± {e:.3f}" for m, e in nll) + growth)
-    return lines
+def told(name: str, rows: list[Mapping[str, float]]) -> str:
+    nll = (number([row[key] for row in rows]) for key in ("nll in", "nll out"))
+    inside, outside = (statistics.fmean(row[key] for row in rows) for key in ("std in", "std out"))
+    return f"  {name:20s}{'  '.join(nll)}  {f'{outside / inside:.1f}' if inside else '–'}"
 
 
 def main() -> None:
@@ -196,16 +179,15 @@ def main() -> None:
     if options.quick:
         options.seeds, options.sets = 1, ["toy"]
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, list[Any]]] = {}
     for name in options.sets:
-        splits = [toy] if name == "toy" else gaps(name)
-        each: dict[str, list[dict[str, float]]] = {}
+        splits, rows = [toy] if name == "toy" else gaps(name), results.setdefault(name, {})
         for seed in range(options.seeds):
             for split in splits:
                 for method, row in measured(split(seed), seed, 2 if options.quick else EPOCHS).items():
-                    each.setdefault(method, []).append(row)
-        results[name] = each
-        print(f"{name}: NLL inside, in the gap, growth of the deviation of f", *told(each), sep="\n", flush=True)
+                    rows.setdefault(method, []).append(row)
+        print(f"{name}: NLL inside, in the gap, growth of the deviation of f", flush=True)
+        print(*(told(*row) for row in rows.items()), sep="\n", flush=True)
     write_results(options.out, "error_bars", {**setting(), "seeds": options.seeds, "results": results})
     for name, rows in results.items():
         gain = [a["nll out"] - b["nll out"] for a, b in zip(rows[DIAGONAL], rows[INPUTS], strict=True)]

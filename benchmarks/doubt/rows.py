@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,21 +17,17 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 import bayesadam as ba
 from benchmarks.common.harness import import_peer
-from benchmarks.common.inputs import Suite
-from benchmarks.common.training import KEEP, Trained, batches_of, logits_of, train
+from benchmarks.common.inputs import Pixels, Suite
+from benchmarks.common.training import Recipe, Trained, batches_of, logits_of, train
 
-DROPOUT = 0.1
-FEATURE_IMAGES = 10_000
+DROPOUT, FEATURE_IMAGES, KEEP = 0.1, 10_000, 50
 # The share of the last layer's weights that DICE leaves out, which has no default: OpenOOD's.
 DICE_SHARE = 0.9
-CLASSES: Any = {"likelihood": "classification"}
 TEMPERATURES = torch.logspace(-1.3, 1.3, 400).tolist()
 
 
 class Answer(NamedTuple):
-    """Of a batch: probabilities, where a row has its own, doubt, larger for what is less familiar, and the p-value of
-    the latter, where a row has one.
-    """
+    """Of a batch: probabilities, doubt, larger for what is less familiar, and its p-value, where a row has them."""
 
     probs: Tensor | None
     doubt: Tensor
@@ -44,46 +39,35 @@ Scorer = Callable[[Tensor], Answer]
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What a row is given: trained networks, of which most rows take the first, their data, and how they were
-    trained.
-    """
+    """What a row is given: trained networks, of which most rows take the first, their data, and their recipe."""
 
     networks: Sequence[Trained]
     suite: Suite
     network: str
+    recipe: Recipe
     seed: int
-    epochs: int
-    batch: int
     draws: int
 
     @property
     def model(self) -> nn.Sequential:
         """The network, in evaluation mode."""
-        return self.networks[0].model
+        return self.networks[0].model  # type: ignore[no-any-return]
 
-    @property
-    def n_data(self) -> int:
-        """N."""
-        return len(self.suite.train[0])
-
-
-def entropy(probs: Tensor) -> Tensor:
-    """In nats, of each row."""
-    return torch.special.entr(probs.double()).sum(dim=1)
+    def features(self, *, held_out: bool = False) -> tuple[nn.Sequential, nn.Linear, Pixels]:
+        """What makes the inputs of the last layer, that layer, and 10,000 inputs at most to fit on, with classes."""
+        x, y = self.suite.held_out if held_out else self.suite.train
+        return self.model[:-1], self.model[-1], (x[:FEATURE_IMAGES], y[:FEATURE_IMAGES])  # type: ignore[return-value]
 
 
 def by_entropy(probs_of: Callable[[Tensor], Tensor]) -> Scorer:
-    """Probabilities, and their entropy as doubt."""
+    """Probabilities, and their entropy in nats as doubt."""
 
+    @torch.no_grad()
     def score(x: Tensor) -> Answer:
-        with torch.no_grad():
-            probs = probs_of(x)
-        return Answer(probs, entropy(probs))
+        probs = probs_of(x)
+        return Answer(probs, torch.special.entr(probs.double()).sum(dim=1))
 
     return score
-
-
-# --- the network itself, and several --------------------------------------------------------------------------------
 
 
 def alone(case: Case) -> Scorer:
@@ -103,50 +87,24 @@ def ensemble(case: Case) -> Scorer:
     return by_entropy(lambda x: torch.stack([(model(x) / t).softmax(dim=1) for model, t in models]).mean(dim=0))
 
 
-@contextmanager
-def dropping(model: nn.Module) -> Iterator[None]:
-    """With dropout as in training, the rest in evaluation mode."""
-    try:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.train()
-        yield
-    finally:
-        model.eval()
-
-
 def mc_dropout(case: Case) -> Scorer:
-    settings: Any = {"seed": case.seed, "epochs": case.epochs, "batch": case.batch}
-    model = train(case.network, case.suite, dropout=DROPOUT, **settings).model
-
-    def probs_of(x: Tensor) -> Tensor:
-        with dropping(model):
-            return torch.stack([model(x).softmax(dim=1) for _ in range(case.draws)]).mean(dim=0)
-
-    return by_entropy(probs_of)
-
-
-# --- ours -----------------------------------------------------------------------------------------------------------
+    """A network of its own, in which units are dropped in prediction too."""
+    model = train(case.network, case.suite, case.recipe, seed=case.seed, dropout=DROPOUT).model
+    for module in model.modules():
+        module.train(isinstance(module, nn.Dropout))
+    return by_entropy(lambda x: torch.stack([model(x).softmax(dim=1) for _ in range(case.draws)]).mean(dim=0))
 
 
 def diagonal(case: Case, one: Trained | None = None) -> ba.Posterior:
-    one = one or case.networks[0]
-    return ba.Posterior.from_optimizer(one.model, one.optimizer, case.n_data, batch_size=case.batch, **CLASSES)
+    one, n, batch = one or case.networks[0], len(case.suite.train[0]), case.recipe.batch
+    return ba.Posterior.from_optimizer(one.model, one.optimizer, n, batch_size=batch, likelihood="classification")
 
 
 def recorded(case: Case) -> ba.Posterior:
-    """By the gradients of the training."""
-    recorder = case.networks[0].recorder
-    if recorder is None:
-        raise ValueError("a network that was loaded has no recorder")
-    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, batch_size=case.batch, **CLASSES)
-
-
-def recorded_again(case: Case) -> ba.Posterior:
     """By the gradients of training batches, after the training."""
-    batches = batches_of(case.suite.train, case.batch)[:KEEP]
+    batches = batches_of(case.suite.train, case.recipe.batch)[:KEEP]
     recorder = ba.Recorder.from_batches(case.model, batches, F.cross_entropy, keep=KEEP)
-    return ba.Posterior.from_recorder(case.model, recorder, case.n_data, **CLASSES)
+    return ba.Posterior.from_recorder(case.model, recorder, len(case.suite.train[0]), likelihood="classification")
 
 
 def calibrated(case: Case) -> Scorer:
@@ -154,9 +112,9 @@ def calibrated(case: Case) -> Scorer:
     held_out = batches_of(case.suite.held_out, 500)
     nets = [ba.calibrate(diagonal(case, one), held_out) for one in case.networks]
 
+    @torch.no_grad()
     def score(x: Tensor) -> Answer:
-        with torch.no_grad():
-            answers = [net(x) for net in nets]
+        answers = [net(x) for net in nets]
         probs, novelty = (torch.stack([getattr(p, key) for p in answers]).mean(dim=0) for key in ("probs", "novelty"))
         return Answer(probs, novelty, answers[0].p_value if len(nets) == 1 else None)
 
@@ -173,37 +131,26 @@ def by_state(posterior_of: Callable[[Case], ba.Posterior]) -> Callable[[Case], S
     return row
 
 
-# --- laplace-torch --------------------------------------------------------------------------------------------------
-
-
 def laplace(case: Case) -> Scorer:
     """The last layer's Kronecker factors, a diagonal where those fail; the prior by its own marginal likelihood; probit
     probabilities.
     """
     from laplace import Laplace
 
-    data = TensorDataset(*case.suite.train)
-    loader = DataLoader(data, batch_size=None, sampler=BatchSampler(SequentialSampler(data), case.batch, False))
-    errors = []
+    data, errors = TensorDataset(*case.suite.train), []
+    loader = DataLoader(data, batch_size=None, sampler=BatchSampler(SequentialSampler(data), case.recipe.batch, False))
     for structure in ("kron", "diag"):
         try:
             # It sets attributes on the model.
             peer = Laplace(copy.deepcopy(case.model), "classification", "last_layer", structure)
             peer.fit(loader)
             peer.optimize_prior_precision(method="marglik")
-
-            def probs_of(x: Tensor, peer: Any = peer) -> Tensor:
-                return peer(x, link_approx="probit").detach()  # type: ignore[no-any-return]
-
-            if bool(probs_of(case.suite.test[0][:2]).isfinite().all()):
-                return by_entropy(probs_of)
+            if bool(peer(case.suite.test[0][:2], link_approx="probit").isfinite().all()):
+                return by_entropy(lambda x, peer=peer: peer(x, link_approx="probit").detach())
             errors.append(f"{structure}: probabilities are not finite")
         except Exception as error:
             errors.append(f"{structure}: {type(error).__name__}: {error}")
     raise RuntimeError("; ".join(errors))
-
-
-# --- pytorch-ood ----------------------------------------------------------------------------------------------------
 
 
 def import_detectors(*, alone: bool = False) -> ModuleType | None:
@@ -215,53 +162,33 @@ def import_detectors(*, alone: bool = False) -> ModuleType | None:
     return import_peer("pytorch_ood.detector", "pytorch-ood", alone=alone)
 
 
-# How a detector is made of the features' network and the last layer.
-Maker = Callable[[Any, nn.Sequential, nn.Linear], Any]
+# How a detector is made of its class, of the features' network and of the last layer.
+MAKERS: dict[str, Callable[[Any, nn.Sequential, nn.Linear], Any]] = {
+    "model": lambda kind, body, head: kind(nn.Sequential(*body, head)),
+    "body": lambda kind, body, head: kind(body),
+    "parts": lambda kind, body, head: kind(body, head),
+    "share": lambda kind, body, head: kind(body, head.weight, head.bias, DICE_SHARE),
+    # A space of half as many dimensions as there are features.
+    "half": lambda kind, body, head: kind(body, head.in_features // 2, head.weight, head.bias),
+    # The network, and the module that makes the features.
+    "last": lambda kind, body, head: kind(nn.Sequential(*body, head), [body[-1]]),
+    # Features as maps of one pixel.
+    "maps": lambda kind, body, head: kind(
+        nn.Sequential(*body, nn.Unflatten(1, (-1, 1, 1))), nn.Sequential(nn.Flatten(), head)
+    ),
+}
 
 
-def of_model(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    return kind(nn.Sequential(*body, head))
-
-
-def of_body(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    return kind(body)
-
-
-def of_parts(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    return kind(body, head)
-
-
-def of_maps(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    """Features as maps of one pixel."""
-    return kind(nn.Sequential(*body, nn.Unflatten(1, (-1, 1, 1))), nn.Sequential(nn.Flatten(), head))
-
-
-def of_last(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    """The network, and the module that makes the features."""
-    return kind(nn.Sequential(*body, head), [body[-1]])
-
-
-def of_share(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    return kind(body, head.weight, head.bias, DICE_SHARE)
-
-
-def of_half(kind: Any, body: nn.Sequential, head: nn.Linear) -> Any:
-    """A space of half as many dimensions as there are features."""
-    return kind(body, head.in_features // 2, head.weight, head.bias)
-
-
-def detector(name: str, maker: Maker, *, gradients: bool = False, held_out: bool = False) -> Callable[[Case], Scorer]:
+def detector(name: str, maker: str, *, gradients: bool = False, held_out: bool = False) -> Callable[[Case], Scorer]:
     """One of the package's, with its defaults, fitted, where that is needed, to the features or logits of 10,000
     training inputs at most, or of the held-out ones.
     """
 
     def row(case: Case) -> Scorer:
         # Its hooks and devices are not to touch the network.
-        model = copy.deepcopy(case.model)
-        body, head = model[:-1], model[-1]
-        assert isinstance(head, nn.Linear)
-        peer = maker(getattr(sys.modules["pytorch_ood.detector"], name), body, head)
-        x, y = (part[:FEATURE_IMAGES] for part in (case.suite.held_out if held_out else case.suite.train))
+        *layers, (x, y) = case.features(held_out=held_out)
+        body, head = copy.deepcopy(layers)
+        peer = MAKERS[maker](getattr(sys.modules["pytorch_ood.detector"], name), body, head)
         if peer.requires_fit:
             features = logits_of(body, x)
             if hasattr(peer, "fit_logits"):
@@ -273,18 +200,11 @@ def detector(name: str, maker: Maker, *, gradients: bool = False, held_out: bool
                 where = "cpu" if name == "KNN" else x.device
                 peer.fit_features(features.to(where), y.to(where))
             else:
-                peer.fit(list(zip(x.split(500), y.split(500), strict=True)))
-
-        def score(x: Tensor) -> Answer:
-            with torch.set_grad_enabled(gradients):
-                return Answer(None, peer.predict(x).detach())
-
-        return score
+                peer.fit(batches_of((x, y), 500))
+        return torch.set_grad_enabled(gradients)(lambda x: Answer(None, peer.predict(x).detach()))
 
     return row
 
-
-# --- written from their papers --------------------------------------------------------------------------------------
 
 # Training features, their classes and the last layer → doubt of features.
 Fitted = Callable[[Tensor, Tensor, nn.Linear], Callable[[Tensor], Tensor]]
@@ -294,9 +214,7 @@ def of_features(fit: Fitted) -> Callable[[Case], Scorer]:
     """One that sees nothing but the inputs of the last layer."""
 
     def row(case: Case) -> Scorer:
-        body, head = case.model[:-1], case.model[-1]
-        assert isinstance(head, nn.Linear)
-        x, y = (part[:FEATURE_IMAGES] for part in case.suite.train)
+        body, head, (x, y) = case.features()
         with torch.no_grad():
             doubt = fit(logits_of(body, x), y, head)
         return torch.no_grad()(lambda x: Answer(None, doubt(body(x))))
@@ -350,7 +268,7 @@ def adascale(case: Case) -> Scorer:
     """AdaSCALE-A with OpenOOD's defaults: energy of features scaled by exp(Σ z/Σ of the largest), the more of which
     count the less the features move when .5 is added to the 5 % of the pixels that matter least.
     """
-    body, head = case.model[:-1], case.model[-1]
+    body, head, _ = case.features()
 
     def seen(x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -379,19 +297,12 @@ def adascale(case: Case) -> Scorer:
     return score
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Row:
-    """A way of doubting.
+    """A way of doubting: from what was trained to a scorer, and what doubt needs beside the network and its optimiser.
 
-    Attributes:
-        fit: from what was trained to a scorer.
-        keeps: what doubt needs or keeps, beside the network and its optimiser.
-        peer: the package that it is of, where that is not ours.
-        joint: whether it takes the networks of all seeds.
-        once: whether it is of seed 0 alone, as it trains a network of its own or is slow.
+    `peer` is the package that it is of, where that is not ours; `joint` rows take the networks of all seeds, `once`
+    ones are of seed 0 alone, as they train a network of their own or are slow.
     """
 
     fit: Callable[[Case], Scorer]
@@ -401,50 +312,40 @@ class Row:
     once: bool = False
 
 
-def _peer(name: str, maker: Maker, keeps: str, *, once: bool = False, **options: bool) -> Row:
-    return Row(detector(name, maker, **options), keeps, peer="pytorch-ood", once=once)
-
-
 NOTHING, HELD_OUT, TEN = "nothing", "held-out inputs", "ten inputs"
 FITTED, KEPT = "fitted to 10,000 training features", "10,000 training features"
-ROWS: Mapping[str, Row] = {
+ROWS: dict[str, Row] = {
     "network alone": Row(alone, NOTHING),
     "temperature": Row(ensemble, HELD_OUT),
     "ours, held-out inputs": Row(calibrated, HELD_OUT),
     "ours, Adam's state": Row(by_state(diagonal), TEN),
-    "ours, recorded gradients": Row(by_state(recorded), f"{TEN}; a recorder in training"),
-    "ours, gradients of 50 batches": Row(by_state(recorded_again), f"{TEN}; 50 training batches"),
+    "ours, gradients of 50 batches": Row(by_state(recorded), f"{TEN}; 50 training batches"),
     "ours, several": Row(calibrated, "held-out inputs; several networks", joint=True),
     "ensemble": Row(ensemble, "held-out inputs; several networks", joint=True),
     "MC dropout": Row(mc_dropout, "dropout in training", once=True),
     "laplace-torch, last layer": Row(laplace, "training data", peer="laplace-torch"),
-    "MaxSoftmax": _peer("MaxSoftmax", of_model, NOTHING),
-    "MaxLogit": _peer("MaxLogit", of_model, NOTHING),
-    "EnergyBased": _peer("EnergyBased", of_model, NOTHING),
-    "GEN": _peer("GEN", of_model, NOTHING),
-    "ODIN": _peer("ODIN", of_model, NOTHING, gradients=True),
-    "GradNorm": _peer("GradNorm", of_model, NOTHING, gradients=True),
-    "ASH": _peer("ASH", of_maps, NOTHING),
-    "SCALE": _peer("SCALE", of_maps, NOTHING),
-    "LTS": _peer("LTS", of_parts, NOTHING),
-    "KLMatching": _peer("KLMatching", of_model, HELD_OUT, held_out=True),
-    "OpenMax": _peer("OpenMax", of_model, FITTED, once=True),
-    "ReAct": _peer("ReAct", of_parts, FITTED),
-    "VRA": _peer("VRA", of_parts, FITTED),
-    "DICE": _peer("DICE", of_share, FITTED),
-    "SHE": _peer("SHE", of_parts, FITTED),
-    "fDBD": _peer("fDBD", of_parts, FITTED),
-    "NCI": _peer("NCI", of_parts, FITTED),
-    "PNML": _peer("PNML", of_parts, FITTED),
-    "GMM": _peer("GMM", of_body, FITTED),
-    "NACUE": _peer("NACUE", of_last, FITTED, gradients=True),
-    "Mahalanobis": _peer("Mahalanobis", of_body, FITTED),
-    "RMD": _peer("RMD", of_body, FITTED),
     "RMDS++": Row(of_features(relative_mahalanobis), FITTED),
     "WeiPer": Row(of_features(weiper), NOTHING),
     "CORE": Row(of_features(core), FITTED),
     "AdaSCALE": Row(adascale, HELD_OUT),
-    "ViM": _peer("ViM", of_half, FITTED),
-    "KNN": _peer("KNN", of_body, KEPT),
-    "NNGuide": _peer("NNGuide", of_parts, KEPT),
+}
+_DETECTORS: tuple[tuple[str, str, str, Mapping[str, bool]], ...] = (
+    ("MaxSoftmax MaxLogit EnergyBased GEN", "model", NOTHING, {}),
+    ("ODIN GradNorm", "model", NOTHING, {"gradients": True}),
+    ("ASH SCALE", "maps", NOTHING, {}),
+    ("LTS", "parts", NOTHING, {}),
+    ("KLMatching", "model", HELD_OUT, {"held_out": True}),
+    ("OpenMax", "model", FITTED, {}),
+    ("ReAct VRA SHE fDBD NCI PNML", "parts", FITTED, {}),
+    ("DICE", "share", FITTED, {}),
+    ("NACUE", "last", FITTED, {"gradients": True}),
+    ("GMM Mahalanobis RMD", "body", FITTED, {}),
+    ("ViM", "half", FITTED, {}),
+    ("KNN", "body", KEPT, {}),
+    ("NNGuide", "parts", KEPT, {}),
+)
+ROWS |= {
+    name: Row(detector(name, maker, **how), keeps, peer="pytorch-ood", once=name == "OpenMax")
+    for names, maker, keeps, how in _DETECTORS
+    for name in names.split()
 }

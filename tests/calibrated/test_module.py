@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam import _storage
-from bayesadam.calibrated import files, ranges
-from bayesadam.calibrated.module import Exported
+from bayesadam.calibrated import files, programs, ranges
+from bayesadam.calibrated.programs import Exported
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
@@ -328,9 +328,9 @@ def spoilt(program: Exported, name: str, rows: Callable[[Tensor], Tensor]) -> Ca
 def test_a_program_is_compared_in_and_out_of_range(name, rows, words):
     net, x = calibrated("classification", risk=0.05), blobs(2, 300)[0]
     program = Exported(net, 0.95)
-    files._check(program, "torch", program, x, len(x))
+    programs._check(program, "torch", program, x, len(x))
     with pytest.raises(FileError, match=f"torch's .*{words}.*not kept"), torch.no_grad():
-        files._check(spoilt(program, name, rows), "torch", program, x, len(x))
+        programs._check(spoilt(program, name, rows), "torch", program, x, len(x))
 
 
 def test_ranks_may_turn_on_the_last_digits():
@@ -345,7 +345,7 @@ def test_ranks_may_turn_on_the_last_digits():
         return program.implied({**outputs, "novelty": outputs["novelty"] * (1 + 1e-6)})
 
     assert not torch.equal(run(x)["p_value"], program(x)["p_value"])
-    files._check(run, "onnxruntime", program, x, len(x))
+    programs._check(run, "onnxruntime", program, x, len(x))
 
 
 @pytest.mark.slow
@@ -573,3 +573,53 @@ def test_what_does_not_apply():
     few.scores = None
     with pytest.raises(CalibrationError, match="held-out scores"):
         few(torch.randn(3, 2)).set(0.9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_compiled_in_place(name):
+    """From the third batch of a size on; it warns as before, and a move or another type is compiled anew."""
+    net, (x, _) = ba.calibrate(trained(name), data(name, 600, 1)), data(name, 8, 5)
+    expected, graphs = net(x), list[object]()
+    net.compile(backend=lambda graph, _: graphs.append(graph) or graph)
+    for number in range(4):
+        answer = net(x)
+        assert len(graphs) == (number > 1)
+        assert isinstance(answer, ba.Answer)
+        for one, other in zip(answer, expected, strict=True):
+            if isinstance(one, Tensor):
+                assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with pytest.warns(ba.errors.BayesAdamWarning, match="scale and normalise"):
+        net(1e4 * x)
+    net.double()
+    for _ in range(3):
+        assert_close(net(x.double()).f_mean, expected.f_mean.double(), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 2
+
+
+def test_networks_that_are_compiled_share_nothing():
+    """Guards that were left out would make one of the others: constants, copies, blocks of one class."""
+
+    class Scaled(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by, self.layer = by, nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.by * self.layer(x)
+
+    x, nets = blobs(300, 1)[0], list[ba.Calibrated]()
+    for by in (0.5, 3.0):
+        model = nn.Sequential(Scaled(by), nn.ReLU(), nn.Linear(3, 2), Scaled(2 * by))
+        net = ba.calibrate(model, (x, model(x).argmax(dim=1)), likelihood="classification")
+        nets += [net, copy.deepcopy(net)]
+    with torch.no_grad():
+        for net in nets:
+            net.compile(backend="eager")
+            for size in (5, 5, 5, 9, 9, 9):
+                plain = copy.deepcopy(net)
+                plain._compiling = None
+                assert_close(net(x[:size]).probs, plain(x[:size]).probs, rtol=1e-6)
+        moved = copy.deepcopy(nets[0])
+        moved.model[0].layer.bias.add_(1)
+        assert moved._fast is None
+        assert not torch.equal(moved(x[:5]).probs, nets[0](x[:5]).probs)

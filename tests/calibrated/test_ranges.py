@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam.calibrated.ranges import InputRange, compared, departure, ranges_of
+from bayesadam.calibrated.ranges import InputRange, compared, departure, inside, ranged, ranges_of
 from bayesadam.errors import SettingError
 from floats import assert_close
 
@@ -55,7 +55,7 @@ def test_a_batch_that_left_the_range_is_told_with_the_remedy(name, size):
     difference = departure(ranges, mistake(images(8, 2)[:size]))
     assert difference is not None
     assert size == 1 or re.search(words, difference), difference
-    assert not compared(ranges, mistake(images(8, 2)))[0].any()
+    assert not compared(ranges, ranged(ranges, mistake(images(8, 2))), [one.bounds for one in ranges])[0].any()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_bounds_of_an_example_by_hand():
     assert known == InputRange("", "float32", (3,), 0.0, 10.0, 1.0, 4.0, 4.0)
     low = torch.tensor([-7.4, -7.6, 0.0, 0.0, 3.4, 3.6, 0.0, 0.0, 2.0])
     high = torch.tensor([5.0, 5.0, 17.4, 17.6, 9.0, 9.0, 1.6, 1.4, 2.9])
-    assert known.holds(low, high).tolist() == [True, False, True, False, True, False, True, False, False]
+    assert inside(known.bounds, low, high).tolist() == [True, False, True, False, True, False, True, False, False]
 
 
 def test_what_varied_or_was_not_finite_is_not_compared():

@@ -96,44 +96,30 @@ def same(found, expected, atol=1e-6):
 
 
 @pytest.mark.parametrize("weights", [(None, None), (2.0, 0.5)])
-@pytest.mark.parametrize("compress", [None, "factored"])
+@pytest.mark.parametrize("compress", [None, "bfloat16", "factored"])
 def test_fisher_is_that_of_bayesadam(tmp_path, trained, compress, weights):
     _, a, b = published(tmp_path, trained, compress)
     found = merged(tmp_path, configured(tmp_path, "bayesadam_fisher", weights))
-    counts = None if weights[0] is None else weights
-    sources = [a / "model.safetensors", b / "model.safetensors"]
+    sources, counts = [a / "model.safetensors", b / "model.safetensors"], None if weights[0] is None else weights
     ba.merging.merge_checkpoints(sources, tmp_path / "ours.safetensors", method="fisher", weights=counts)
     same(found, load_file(tmp_path / "ours.safetensors"))
     # It is no average, and not one of the two.
-    plain = [load_file(path) for path in sources]
-    name = "model.layers.0.mlp.up_proj.weight"
-    others = (plain[0][name], plain[1][name], (plain[0][name] + plain[1][name]) / 2)
-    assert all(float((found[name] - other).abs().max()) > 1e-3 for other in others)
+    one, two = (load_file(path)["model.layers.0.mlp.up_proj.weight"] for path in sources)
+    mix = found["model.layers.0.mlp.up_proj.weight"]
+    assert all(float((mix - other).abs().max()) > 1e-3 for other in (one, two, (one + two) / 2))
 
 
 @pytest.mark.parametrize("with_base", [False, True])
 @pytest.mark.parametrize("weights", [(None, None), (2.0, 0.5)])
 def test_gradient_matching_is_that_of_bayesadam(tmp_path, trained, weights, with_base):
-    base, a, b = published(tmp_path, trained, "factored", base=with_base)
-    found = merged(tmp_path, configured(tmp_path, "bayesadam_gradient_matching", weights, base))
-    expected = ba.merge(
-        [a / "model.safetensors", b / "model.safetensors"],
-        base=base / "model.safetensors",
-        weights=None if weights[0] is None else weights,
-    )
+    base, a, b = (folder / "model.safetensors" for folder in published(tmp_path, trained, "factored", base=with_base))
+    found = merged(tmp_path, configured(tmp_path, "bayesadam_gradient_matching", weights, base.parent))
+    expected = ba.merge([a, b], base=base, weights=None if weights[0] is None else weights)
     assert expected.report.method == "gradient-matching"
     same(found, expected)
 
 
-def test_the_merged_model_runs(tmp_path, trained):
-    published(tmp_path, trained, "factored")
-    merged(tmp_path, configured(tmp_path, "bayesadam_fisher"))
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
-    text = torch.arange(12)[None] * 3 % 32
-    assert torch.isfinite(model(input_ids=text, labels=text).loss)
-
-
-def test_the_command(tmp_path, trained):
+def test_the_command_and_the_merged_model_run(tmp_path, trained):
     published(tmp_path, trained, "factored")
     expected = merged(tmp_path, configured(tmp_path, "bayesadam_fisher"))
     (tmp_path / "merge.yml").write_text(yaml.safe_dump(configured(tmp_path, "bayesadam_fisher")))
@@ -142,6 +128,8 @@ def test_the_command(tmp_path, trained):
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     same(load_file(out / "model.safetensors"), expected, 0.0)
+    model, text = transformers.LlamaForCausalLM.from_pretrained(out), torch.arange(12)[None] * 3 % 32
+    assert torch.isfinite(model(input_ids=text, labels=text).loss)
 
 
 def test_what_no_model_trained_is_averaged_and_told(tmp_path, trained, caplog):

@@ -46,9 +46,6 @@ def reference_gradient(network, flat, x, arms, targets, masks=None):
     return torch.stack(rows)
 
 
-# --- passes ---------------------------------------------------------------------------------------------------------
-
-
 def epsilons(rows: int):
     return torch.split(Streams([0], "a", CPU).normal(rows, 15), [6, 5, 4], dim=2)
 
@@ -69,9 +66,6 @@ def test_sampled_outputs_have_the_moments_of_explicit_weight_draws():
         error = explicit.std(dim=0) / math.sqrt(n)
         assert ((found[row].mean(dim=0) - explicit.mean(dim=0)).abs() < 6 * error).all()
         assert_close(torch.cov(found[row].T), torch.cov(explicit.T), rtol=0.06, atol=0.003)
-
-
-# --- optimisers -----------------------------------------------------------------------------------------------------
 
 
 def follow(learner, steps: int):
@@ -103,9 +97,6 @@ def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
     assert clipped
     learner.train()
     assert_close(learner.stack.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6)
-
-
-# --- regularisers ---------------------------------------------------------------------------------------------------
 
 
 def test_dropout_in_training_alone_for_those_who_choose_without():
@@ -150,7 +141,7 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
     learner = learner_of("greedy", GreedySettings(**SMALL, standardise=True, l2=0.5, l2_by_noise=True), buffer)
     learner.observe(slice(0, 40))
     learner.train()
-    assert (learner.stack.penalty == 0.5).all()
+    assert (learner.stack.penalties == 0.5).all()
     shift, scale = buffer.moments()
     source = torch.Generator().manual_seed(9)
     arms, rewards = torch.randint(4, (2, 20), generator=source), torch.randn(2, 20, generator=source)
@@ -160,10 +151,7 @@ def test_the_noise_is_the_error_of_predictions_made_before_the_reward_was_learnt
     errors = predicted.gather(2, arms.unsqueeze(2)).squeeze(2) - (rewards - shift) / scale
     before = 100 * 0.9995**20
     learner.train()
-    assert_close(learner.stack.penalty[:, 0], 0.5 * (before + errors.square().sum(dim=1)) / (before + 20), rtol=1e-4)
-
-
-# --- posteriors -----------------------------------------------------------------------------------------------------
+    assert_close(learner.stack.penalties[:, 0], 0.5 * (before + errors.square().sum(dim=1)) / (before + 20), rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["likelihood", "map"])
@@ -188,9 +176,6 @@ def test_dropout_draws_a_mask_a_row():
     first = masks[:, : 4000 * 6].view(2, 4000, 6), masks[:, 4000 * 6 :].view(2, 4000, 5)
     assert_close(found, forward(learner.network, learner.stack.params, torch.ones(2, 4000, 3), masks=first))
     assert found[0, :, 0].unique().numel() > 100
-
-
-# --- buffers, settings ----------------------------------------------------------------------------------------------
 
 
 def test_settings_by_name():

@@ -64,9 +64,6 @@ def test_panels_share_their_axes_and_outside_is_near_or_far():
         assert min(near, far) < out < max(near, far)
 
 
-# --- stopping and resuming --------------------------------------------------------------------------------------------
-
-
 def stopping_at(method, monkeypatch):
     """The methods called, in a list; the given one is stopped by Ctrl-C."""
     calls = []

@@ -33,19 +33,14 @@ def tables(monkeypatch):
     return made
 
 
-# --- what every problem promises ------------------------------------------------------------------------------------
-
-
-def some_problem(name: str):
-    if name == "own":
-        return classification_problem(np.random.default_rng(0).normal(size=(300, 4)), np.arange(300) % 3)
-    return problem(name)
+def own():
+    return classification_problem(np.random.default_rng(0).normal(size=(300, 4)), np.arange(300) % 3)
 
 
 @pytest.mark.parametrize("name", ["own", *PROBLEMS])
 @pytest.mark.usefixtures("tables")
 def test_rows_depend_on_the_seed_alone_and_short_runs_begin_long_ones(name):
-    chosen = some_problem(name)
+    chosen = own() if name == "own" else problem(name)
     long, short, other = chosen.run(7, 150), chosen.run(7, 90), chosen.run(8, 150)
     assert long.contexts.shape == (150, chosen.n_features)
     assert long.rewards.shape == long.expected.shape == (150, chosen.n_arms)
@@ -58,11 +53,8 @@ def test_rows_depend_on_the_seed_alone_and_short_runs_begin_long_ones(name):
 
 def test_no_more_rounds_than_rows():
     with pytest.raises(SettingError, match="offers 300 rounds"):
-        some_problem("own").run(0, 301)
+        own().run(0, 301)
     assert len(wheel().run(0, 100_000).contexts) == 100_000
-
-
-# --- one by one -----------------------------------------------------------------------------------------------------
 
 
 def test_the_wheel_pays_by_quadrant_beyond_its_radius():
@@ -130,9 +122,6 @@ def test_labelled_tables_are_scaled_column_by_column():
     assert (large.rounds, large.most_rounds, problem("adult").n_arms) == (10_000, 10_500, 14)
 
 
-# --- a user's own ---------------------------------------------------------------------------------------------------
-
-
 def test_labels_become_arms_in_order_and_constant_columns_stay_finite():
     chosen = classification_problem(X, ["b", "a", "b", "c"], name="mine")
     assert (chosen.name, chosen.n_arms, chosen.rounds) == ("mine", 3, 4)
@@ -143,12 +132,9 @@ def test_labels_become_arms_in_order_and_constant_columns_stay_finite():
     np.testing.assert_array_equal(rounds.rewards, np.eye(3)[[1, 0, 1, 2]][order])
     plain = classification_problem(X, [1, 0, 1, 0], standardise=False).run(0)
     assert sorted(plain.contexts[:, 0]) == [1, 3, 5, 7]
-
-
-def test_a_large_offset_does_not_drown_a_column():
-    column = 1e9 + np.arange(50.0)
-    rounds = classification_problem(column[:, None], np.arange(50) % 2).run(0)
-    assert rounds.contexts.std() == approx(1, abs=1e-6)
+    # A large offset does not drown a column, and .1 is constant.
+    far = classification_problem((1e9 + np.arange(50.0))[:, None], np.arange(50) % 2).run(0)
+    assert far.contexts.std() == approx(1, abs=1e-6)
     constant = classification_problem(np.full((50, 1), 0.1), np.arange(50) % 2).run(0)
     np.testing.assert_array_equal(constant.contexts, 0)
 

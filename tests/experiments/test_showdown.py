@@ -11,7 +11,7 @@ from bayesadam.engine.network import Network, initial
 from bayesadam.engine.stack import constant
 from bayesadam.engine.streams import Streams
 from experiments.rules import Step
-from experiments.showdown import LocalBayesByBackprop, RMSprop, RMSpropDropout
+from experiments.showdown import LocalBayesByBackprop, RMSprop
 from experiments.stacks import Stack
 from floats import assert_close
 
@@ -44,7 +44,6 @@ def test_rmsprop_is_tensorflows():
         v = 0.9 * v + 0.1 * g.double().square()
         exact = exact - 0.1 / t * g.double() / (v + 1e-10).sqrt()
     assert_close(theta[0].double(), exact, rtol=1e-5, atol=1e-6)
-    assert isinstance(RMSpropDropout(), RMSprop)
 
 
 def test_the_showdowns_bayes_by_backprop_is_adam_on_its_bound():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,9 @@ from bayesadam._warnings import warn
 from bayesadam.calibrated import doubtful
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.fit import Fit, Report, dims_of, few_digits, grown_temperature, spread_and_noise
-from bayesadam.calibrated.module import Calibrated, Tapped
+from bayesadam.calibrated.module import Calibrated
 from bayesadam.calibrated.ranges import InputRange, ranges_of
+from bayesadam.calibrated.tapped import Tapped
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import ClassLikelihood, Component, Likelihood, Moments, agreed
 from bayesadam.likelihoods.abstention import abstention, check_abstention, label_abstention, remedy
@@ -26,8 +27,8 @@ from bayesadam.likelihoods.classes import IGNORED, SHARE_OF_TEXTS, classes_are_s
 from bayesadam.likelihoods.fitting import best_temperature
 from bayesadam.likelihoods.moments import rows
 from bayesadam.predict.batches import batches_of, is_ragged, numbers_of, to_device
-from bayesadam.predict.leverage import FEWEST, Ratios, chosen, from_inputs, from_structure
-from bayesadam.predict.matrices import layers_of
+from bayesadam.predict.leverage import FEWEST, Leverage, Ratios, chosen, from_inputs, from_structure
+from bayesadam.predict.matrices import Matrix, layers_of
 from bayesadam.predict.network import Forward
 from bayesadam.weights.networks import copy_with
 from bayesadam.weights.posterior import Posterior
@@ -109,10 +110,7 @@ def calibrate(
     seen = _observed(tapped, kind, held_out, ignore_index)
     f, y = seen.outputs, seen.targets
 
-    state = None if q is None else from_structure(layers, q.curvature)
-    logits = f if kind.coupled and f.dim() == 2 and len(f) == seen.n else None
-    leverage, log_h, fresh = from_inputs(layers, seen.pooled, chosen(seen.n), state, logits)
-    ratios = Ratios.usual(f.new_empty(seen.n, 1)) if leverage is None else leverage.ratios(log_h)
+    leverage, ratios, fresh = _leverage(layers, seen, kind, q)
     if layers and not seen.pooled:
         warn(
             "none of the model's layers ran, so that novelty sees its outputs alone: does forward(model, inputs) call "
@@ -168,6 +166,23 @@ def calibrate(
             r = few_digits(ratios.steep)[fresh.to(ratios.steep.device)]
             fit = replace(fit, leverages=r.sort().values)
     return Calibrated(tapped, fit, q)
+
+
+def _leverage(
+    layers: Sequence[Matrix], seen: _Observed, kind: Likelihood, q: Posterior | None
+) -> tuple[Leverage | None, Ratios, Tensor]:
+    """By the held-out inputs or else by the optimiser's state; r of every example; and which are not in A, (n,)."""
+    logits = seen.outputs if kind.coupled and seen.outputs.dim() == 2 and len(seen.outputs) == seen.n else None
+    familiar = chosen(seen.n)
+    if (by_inputs := from_inputs(layers, seen.pooled, familiar, logits)) is not None:
+        leverage, log_h = by_inputs
+        return leverage, leverage.ratios(log_h), ~familiar
+    everyone, state = torch.ones_like(familiar), None if q is None else from_structure(layers, q.curvature)
+    if state is None or not (state := state.among(seen.pooled)).layers:
+        return None, Ratios.usual(seen.outputs.new_empty(seen.n, 1)), everyone
+    log_h = state.log_h(seen.pooled)
+    leverage = state.against(log_h)
+    return leverage, leverage.ratios(log_h), everyone
 
 
 def _at_mean(posterior: Posterior) -> nn.Module:

@@ -6,104 +6,44 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast, overload
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
-from bayesadam._alone import alone_with
-from bayesadam._files import damage_named
 from bayesadam._version import __version__
 from bayesadam._warnings import warn
-from bayesadam.calibrated import files
+from bayesadam.calibrated import files, programs
 from bayesadam.calibrated.answer import Answer
 from bayesadam.calibrated.doubtful import many_novel
 from bayesadam.calibrated.fit import Fit, Report, dims_of
-from bayesadam.calibrated.ranges import MASK, compared, departure, example_of
-from bayesadam.compress.packing import is_packed, load_network
-from bayesadam.errors import FileError, MatchError, SettingError
-from bayesadam.likelihoods.conformal import either, p_values, threshold
+from bayesadam.calibrated.ranges import MASK, compared, departure, example_of, ranged
+from bayesadam.calibrated.replaying import Replayed
+from bayesadam.calibrated.tapped import Tapped
+from bayesadam.errors import MatchError, SettingError
+from bayesadam.likelihoods.conformal import either, p_values
 from bayesadam.predict.batches import is_ragged, numbers_of
 from bayesadam.predict.leverage import Ratios, inputs_of_parts, norms, ratios
-from bayesadam.predict.matrices import Matrix
-from bayesadam.predict.network import Call, Forward, output_tensor, widened
-from bayesadam.predict.tap import Layouts, Observed, Seen, by_example, require_layers
+from bayesadam.predict.tap import require_layers
 
 if TYPE_CHECKING:
     from bayesadam.weights.posterior import Posterior
 
-_PROGRAMS = (".pt2", ".onnx")
+
+# Sizes of batches that are remembered.
+_MOST_SIZES = 256
 
 
-class Tapped(nn.Module):
-    """A copy of a model with the inputs of its layers: a batch → outputs, and pooled inputs by layer, (batch, width).
-
-    Its parameters are not trained, and it stays in evaluation mode.
-    """
-
-    def __init__(self, model: nn.Module, layers: tuple[Matrix, ...], forward: Forward | None) -> None:
-        super().__init__()
-        self.model, self.call = model.requires_grad_(False).eval(), forward
-        # Where the outputs have their classes; the answers have them last.
-        self.class_dim = -1
-        for module in model.modules():
-            if isinstance(module, nn.TransformerEncoder):
-                # Nested tensors of texts without their padding have no shape, and are not exported.
-                module.use_nested_tensor = False
-        # The first real numbers, in a tuple, as a module's own parameters have names.
-        self._numbers = next(((p,) for p in model.parameters() if p.is_floating_point()), (torch.empty(0),))
-        self._seen: Seen | None = None
-        self._layouts: Layouts = {}
-        self._handles: list[RemovableHandle] = []
-        self.watch(layers)
-
-    def watch(self, layers: tuple[Matrix, ...]) -> None:
-        """Look at these layers, and at no others."""
-        for handle in self._handles:
-            handle.remove()
-        self._layers = layers
-        modules = dict(self.model.named_modules())
-        self._handles = [
-            modules[layer.module].register_forward_pre_hook(partial(self._see, layer), with_kwargs=True)
-            for layer in layers
+def compile_options(mode: str | None) -> dict[str, Any]:
+    """The `options` of torch.compile in a mode, with guards of the inputs, and of the state of torch, alone."""
+    options: dict[str, Any] = {} if mode is None else torch._inductor.list_mode_options(mode)
+    if hasattr(torch.compiler, "keep_tensor_guards_unsafe"):
+        options["guard_filter_fn"] = lambda guards: [
+            not (guard.is_global or guard.name.startswith("L['self']")) for guard in guards
         ]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self._numbers[0].dtype
-
-    def forward(self, inputs: object) -> tuple[Tensor, dict[str, Tensor]]:
-        """f(x), in float32 or wider, and the mean of a layer's inputs over positions and runs."""
-        if torch.compiler.is_compiling() and not is_ragged(inputs):
-            return self._once(inputs)[:2]
-        with alone_with(self.model):
-            return by_example(self._once, inputs, self._layouts, self._dtype)
-
-    def _once(self, inputs: object) -> Observed:
-        self._seen = seen = Seen.of(inputs, self._layers)
-        try:
-            raw = Call(self.model, self.call).run(pytree.tree_map(self._typed, inputs))
-        finally:
-            self._seen = None
-        outputs = output_tensor(raw)
-        outputs = outputs if self.class_dim == -1 else outputs.movedim(self.class_dim, -1)
-        return widened(outputs), seen.pooled(widened(outputs)), tuple(seen.layout)
-
-    def _see(self, layer: Matrix, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a layer runs: keep its input."""
-        if self._seen is not None:
-            self._seen.add(layer, module, args, kwargs)
-
-    def _typed(self, leaf: object) -> object:
-        """Real numbers in the model's type, unless they are of another that it has too."""
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        first = self._dtype
-        alike = leaf.dtype == first or leaf.dtype in {p.dtype for p in self.model.parameters()}
-        return leaf if alike else leaf.to(first)
+    return options
 
 
 class Calibrated(nn.Module):
@@ -127,8 +67,7 @@ class Calibrated(nn.Module):
     novelties: Tensor | None
     leverages: Tensor | None
     scores: Tensor | None
-    weights: Tensor
-    centre: Tensor
+    most: Tensor | None
 
     def __init__(self, tapped: Tapped, fit: Fit, posterior: Posterior | None = None) -> None:
         super().__init__()
@@ -146,7 +85,11 @@ class Calibrated(nn.Module):
                 self._stacks.append((numbers, tuple(named)))
                 tables |= named
             tables |= {f"means{n}": mean for n, mean in enumerate(leverage.means)}
+        tables |= {f"bounds{n}": one.bounds for n, one in enumerate(fit.ranges)}
+        rule = fit.report.abstention
+        tables["most"] = None if rule is None else torch.tensor(rule.most)
         for name, tensor in tables.items():
+            # torch.export takes no buffer that is None.
             if tensor is None:
                 setattr(self, name, None)
             else:
@@ -156,6 +99,11 @@ class Calibrated(nn.Module):
         # What was warned of: kinds of words, without their numbers.
         self._warned = set[str]()
         self._silent = False
+        self._replayed = Replayed()
+        # The arguments of `compile`, what it made, and how often inputs came, by their sizes.
+        self._compiling: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._fast: Callable[[object], tuple[Answer, Tensor | None]] | None = None
+        self._sizes: dict[Any, int] = {}
         self.eval()
 
     @property
@@ -182,8 +130,56 @@ class Calibrated(nn.Module):
         def __call__(self, inputs: object) -> Answer:
             """The same, as type checkers see it."""
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Runs by `torch.compile` from the third batch of a size on, in place, with the checks and warnings of a call.
+
+        Arguments are those of `torch.compile`, as mode="reduce-overhead" for CUDA graphs, whose answers last until the
+        next call. The network is compiled whole, and of what was compiled a call looks at the inputs alone: afterwards
+        the model must not be changed but in the values of its tensors.
+        """
+        self._compiling, self._sizes, self._fast = (args, options), {}, None
+
+    def _compiled(self) -> Callable[[object], tuple[Answer, Tensor | None]]:
+        if self._fast is None:
+            assert self._compiling is not None
+            args, given = self._compiling
+            options = compile_options(given.get("mode")) | given.get("options", {})
+            others = {name: value for name, value in given.items() if name != "mode"}
+            others |= {"fullgraph": True, "options": options}
+            # What torch compiles it keeps with the code, which other networks must not share.
+            code = type(self)._answered.__code__.replace()
+            function = FunctionType(code, globals(), "_answered")
+            self._fast = torch.compile(MethodType(function, self), *args, **others)
+        return self._fast
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, is compiled anew."""
+        return {**self.__dict__, "_fast": None}
+
     def forward(self, inputs: object) -> Answer:
         """The answer to a batch."""
+        eager = torch.compiler.is_compiling() or self._compiling is None or self._is_new(inputs)
+        answer, inside = self._answered(inputs) if eager else self._compiled()(inputs)
+        # Last, as a device has to be waited for.
+        if not (torch.compiler.is_compiling() or self._silent):
+            left = inside is not None and not bool(inside)
+            self._tell(departure(self.fit.ranges, inputs) if left else None, answer)
+        return answer
+
+    def _is_new(self, inputs: object) -> bool:
+        """Whether a batch has sizes of which two were not yet checked, or none."""
+        key: Any = inputs.shape if isinstance(inputs, Tensor) else None
+        if key is None and not is_ragged(inputs):
+            key = tuple(leaf.shape for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        checked = self._sizes.get(key, 0)
+        if checked < 2:
+            if len(self._sizes) >= _MOST_SIZES:
+                self._sizes.clear()
+            self._sizes[key] = checked + 1
+        return checked < 2 or key is None
+
+    def _answered(self, inputs: object) -> tuple[Answer, Tensor | None]:
+        """The answer, and whether all examples are in range."""
         fit = self.fit
         masked = isinstance(inputs, Mapping) and MASK in inputs
         if fit.ranges and masked != any(one.name == MASK for one in fit.ranges):
@@ -196,42 +192,65 @@ class Calibrated(nn.Module):
                 f"the outputs {tuple(f.shape)} have another shape than those that were calibrated, {fit.dims[0]} "
                 f"dimensions with {fit.dims[1]} in the last"
             )
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
-        in_range, lost = compared(fit.ranges, inputs)
-        answer = self.answer(f, seen, ragged=is_ragged(inputs))._replace(in_range=in_range)
+        ragged, leaves = is_ragged(inputs), ranged(fit.ranges, inputs)
+        if torch.compiler.is_compiling():
+            *numbers, inside = self._numbers(f, seen, leaves, ragged=ragged)
+            return self._whole(numbers, f), inside
+        require_layers(() if fit.leverage is None else fit.leverage.layers, seen)
+        modules, places = tuple(seen), tuple(leaves)
+
+        def numbers_of_tensors(tensors: list[Tensor]) -> tuple[Any, ...]:
+            pooled = dict(zip(modules, tensors[1:], strict=False))
+            batch = dict(zip(places, tensors[len(modules) + 1 :], strict=True))
+            return self._numbers(tensors[0], pooled, batch, ragged=ragged)
+
+        tensors, kind = [f, *seen.values(), *leaves.values()], (modules, places, ragged)
+        *numbers, inside = self._replayed(numbers_of_tensors, tensors, list(self._known.values()), kind)
+        return self._whole(numbers, f), inside
+
+    def _whole(self, numbers: Sequence[Any], f: Tensor) -> Answer:
+        """An answer with what is the same for all batches, and f."""
+        same = {"f_mean": f, "scores": self.scores, "noise_variance": self.noise_variance}
+        # The compiler of torch before 2.13 returns no tuple that was made by `_replace`.
+        return Answer(**{**dict(zip(Answer._fields, numbers, strict=True)), **same})
+
+    def _numbers(
+        self, f: Tensor, seen: Mapping[str, Tensor], leaves: Mapping[int, Tensor], *, ragged: bool
+    ) -> tuple[Any, ...]:
+        """The fields of an answer but f, and whether all examples are in range: of f, the layers' inputs, the batch."""
+        bounds = [self._known[f"bounds{n}"] for n in range(len(self.fit.ranges))]
+        in_range, lost = compared(self.fit.ranges, leaves, bounds)
+        answer = self.answer(f, seen, ragged=ragged)._replace(in_range=in_range)
         if lost is not None:
             answer = answer._replace(novelty=answer.novelty.masked_fill(lost.isnan(), math.inf))
-        answer = self.judged(answer)
-        # Last, as a device has to be waited for.
-        if not compiling and not self._silent:
-            inside = in_range is None or bool(in_range.all())
-            self._tell(None if inside else departure(fit.ranges, inputs), answer)
-        return answer
+        fields = self.judged(answer)._replace(f_mean=None, scores=None, noise_variance=None)
+        return *fields, None if in_range is None else in_range.all()
+
+    @property
+    def _known(self) -> dict[str, Tensor]:
+        """The buffers: not by name, which a module is slow at."""
+        return cast(dict[str, Tensor], self._buffers)
 
     def answer(self, f: Tensor, seen: Mapping[str, Tensor], *, ragged: bool = False) -> Answer:
         """The numbers of an answer, given the network's outputs and the pooled inputs of its layers."""
-        fit, leverage = self.fit, self.fit.leverage
+        fit, leverage, known = self.fit, self.fit.leverage, self._known
         if leverage is None:
             r = Ratios.usual(f)
         else:
-            # Not by name, which a module is slow at.
-            known = cast(dict[str, Tensor], self._buffers)
             stacks = [(numbers, tuple(map(known.__getitem__, names))) for numbers, names in self._stacks]
             means = [known[f"means{n}"] for n in range(len(leverage.means))]
             q = norms(inputs_of_parts(seen, leverage.layers, means, f), stacks).square()
-            r = ratios(q, self.weights.to(q), self.centre.to(q), leverage.power, absent=ragged)
-        return fit.answer(f, r, self.spread, self.noise_variance)
+            r = ratios(q, known["weights"].to(q), known["centre"].to(q), leverage.power, absent=ragged)
+        return fit.answer(f, r, known.get("spread"), known.get("noise_variance"))
 
     def judged(self, answer: Answer) -> Answer:
         """An answer with what follows from its numbers: p-values, and whether to give it."""
         p_value = None if self.novelties is None else p_values(self.novelties, answer.novelty)
         if p_value is not None and self.leverages is not None and answer.leverage is not None:
             p_value = either(p_value, p_values(self.leverages, answer.leverage))
-        rule = self.fit.report.abstention
-        doubt = None if rule is None else answer.label_doubt if rule.by_label else answer.doubt
-        answered = None if rule is None or doubt is None else rule.answers(doubt)
+        rule, answered = self.fit.report.abstention, None
+        if rule is not None and self.most is not None:
+            answered = (answer.label_doubt if rule.by_label else answer.doubt) <= self.most
         if answered is not None and answer.in_range is not None:
             answered = answered & answer.in_range.view(-1, *[1] * (answered.dim() - 1))
         return answer._replace(p_value=p_value, answered=answered, scores=self.scores)
@@ -254,6 +273,7 @@ class Calibrated(nn.Module):
             moved = self._buffers[name]
             if tensor is not None and moved is not None:
                 self._buffers[name] = tensor.to(moved.device)
+        self._fast = None
         return self
 
     def __repr__(self) -> str:
@@ -286,153 +306,13 @@ class Calibrated(nn.Module):
             same = f is not None and torch.equal(f, cast(Tensor, self.probe()))
             files.write(path, self.fit, self.model, self.tapped.call is not None, f if same else None)
             return
-        if suffix not in _PROGRAMS:
+        if suffix not in programs.SUFFIXES:
             raise SettingError(f"{os.fspath(path)!r} must end in .safetensors, .pt2 or .onnx")
         about = {"likelihood": self.fit.likelihood.name, "layers": self.layers, "level": level}
         about |= {"bayesadam": __version__, "model": type(self.model).__name__, "report": str(self.report)}
         # An example need not be like the held-out inputs.
         silent, self._silent = self._silent, True
         try:
-            files.export(Exported(self, level), self.fit, self.model, path, example, about)
+            programs.export(programs.Exported(self, level), path, example, about)
         finally:
             self._silent = silent
-
-
-class Exported(nn.Module):
-    """The same with a dict of tensors as its answer, which needs no class of this package."""
-
-    reach: Tensor | None
-
-    def __init__(self, net: Calibrated, level: float) -> None:
-        super().__init__()
-        self.net = net
-        self.register_buffer("reach", None if net.scores is None else threshold(net.scores, level).clone())
-
-    def forward(self, inputs: object) -> dict[str, Tensor]:
-        """The answer, and the set or the interval."""
-        return self.fields(self.net(inputs))
-
-    def implied(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What follows from numbers that a file gave: ranks and sets may turn on their last digits."""
-        numbers = {name: tensor for name, tensor in outputs.items() if name in Answer._fields}
-        return self.fields(self.net.judged(Answer(**numbers, likelihood=self.net.fit.likelihood.name)))
-
-    def fields(self, answer: Answer) -> dict[str, Tensor]:
-        """An answer as a dict of tensors."""
-        # What does not depend on the inputs is in the file without that.
-        fields = answer._replace(scores=None, noise_variance=None)._asdict()
-        if self.reach is not None and answer.probs is not None:
-            fields["set"] = answer.set_within(self.reach)
-        elif self.reach is not None:
-            fields["lower"], fields["upper"] = answer.interval_within(self.reach)
-        return {name: tensor.clone() for name, tensor in fields.items() if isinstance(tensor, Tensor)}
-
-
-class Program(nn.Module):
-    """A calibrated network out of a `.pt2` file: the same answers, and no model is needed.
-
-    Attributes:
-        about: what the file says of itself: likelihood, layers, report, versions.
-    """
-
-    def __init__(self, exported: torch.export.ExportedProgram, about: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.program, self.about = exported.module(), about
-        args, _ = exported.example_inputs
-        self._types = [leaf.dtype for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-        for name in ("novelties", "scores", "noise_variance"):
-            self.register_buffer(name, exported.state_dict.get(f"net.{name}"))
-
-    novelties: Tensor | None
-    scores: Tensor | None
-    noise_variance: Tensor | None
-
-    if TYPE_CHECKING:
-
-        def __call__(self, inputs: object) -> Answer:
-            """The same, as type checkers see it."""
-
-    def forward(self, inputs: object) -> Answer:
-        """The answer to a batch."""
-        leaves, structure = pytree.tree_flatten(inputs)
-        types = iter(self._types)
-        leaves = [_as(next(types, None), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        fields: dict[str, Any] = self.program(pytree.tree_unflatten(leaves, structure))
-        fields = {name: tensor for name, tensor in fields.items() if name in Answer._fields}
-        return Answer(
-            **fields, noise_variance=self.noise_variance, scores=self.scores, likelihood=self.about["likelihood"]
-        )
-
-    def train(self, mode: bool = True) -> Program:
-        """Stays as it is: a program has no other mode."""
-        return self
-
-
-def _as(dtype: torch.dtype | None, leaf: Tensor) -> Tensor:
-    """Real numbers in the type that a program takes."""
-    return leaf.to(dtype) if dtype is not None and dtype.is_floating_point and leaf.is_floating_point() else leaf
-
-
-@overload
-def load(path: str | os.PathLike[str], model: nn.Module, *, forward: Forward | None = None) -> Calibrated: ...
-@overload
-def load(path: str | os.PathLike[str]) -> Program: ...
-def load(
-    path: str | os.PathLike[str], model: nn.Module | None = None, *, forward: Forward | None = None
-) -> Calibrated | Program:
-    """The calibrated network that `net.save` wrote: to a `.pt2`, which holds the program, or to a `.safetensors`.
-
-    Of a pruned or quantised network's file it is a copy of the model with the weights, an ordinary module.
-    A program is code: take it from whom you would take code. One that holds a pickle is refused.
-
-    Args:
-        model: for a `.safetensors`: of the same architecture; a copy of it gets the weights of the file.
-        forward: the one that it was calibrated with, where there was one: code is not in that file.
-    """
-    suffix = os.path.splitext(os.fspath(path))[1]
-    if suffix == ".onnx":
-        raise SettingError(f"{os.fspath(path)!r} is run by onnxruntime.InferenceSession: ba.load takes .pt2 files")
-    if suffix == ".pt2":
-        if model is not None or forward is not None:
-            raise SettingError(f"{os.fspath(path)!r} holds the program: ba.load(path), without a model or forward=")
-        return Program(*files.read_program(path))
-    if model is None:
-        raise SettingError(
-            f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "
-            "needs none"
-        )
-    if not isinstance(model, nn.Module):
-        raise SettingError(f"ba.load(path, model) takes the model, not its class or a function: got {model!r}")
-    if is_packed(path):
-        return cast(Calibrated, load_network(path, model))
-    network, fit, probe = files.read(path, model, forward is not None)
-    with damage_named(os.fspath(path), "net.save"):
-        net = Calibrated(Tapped(network, (), forward), fit)
-        # What the file holds goes together if it makes an answer out of zeros.
-        (dimensions, last), zeros = fit.dims, partial(torch.zeros, device=numbers_of(network).device)
-        # As many examples as there are outputs would hide that a tensor has the shape of the other.
-        n = 3 + (last == 3)
-        f = zeros(n) if dimensions == 1 else zeros(n, *[1] * (dimensions - 2), last)
-        seen = {} if fit.leverage is None else {one.module: zeros(n, one.width) for one in fit.leverage.layers}
-        answer, _ = net.judged(net.answer(f, seen)), str(net.report)
-        if fit.scores is not None:
-            _ = answer.set() if fit.likelihood.is_classes else answer.interval()
-    if probe is not None and not _same(probe, net):
-        raise FileError(
-            f"{os.fspath(path)} is of another network: with its weights this model has other outputs. Pass the same "
-            "forward=, and a model with the same settings, activations and buffers that no state dict holds"
-        )
-    return net
-
-
-def _same(probe: Tensor, net: Calibrated) -> bool:
-    """Whether outputs are what they were, but for the rounding of another machine."""
-    try:
-        f = net.probe()
-    except Exception:
-        return False
-    if f is None or f.shape != probe.shape:
-        return False
-    few_digits = numbers_of(net.model).dtype in (torch.float16, torch.bfloat16)
-    away, unit = (f.cpu() - probe).abs(), 1 + probe.abs().nan_to_num(0, 0, 0).amax()
-    return bool((away <= (0.05 if few_digits else 1e-3) * unit)[probe.isfinite()].all())

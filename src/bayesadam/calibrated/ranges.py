@@ -65,15 +65,14 @@ class InputRange:
         """Whether values are compared: real numbers that were finite, and not all the same."""
         return self.kind == "float" and self.high > self.low
 
-    def holds(self, low: Tensor, high: Tensor) -> Tensor:
-        """Whether examples with these least and greatest values, (batch,), are in range; the equation above."""
+    @property
+    def bounds(self) -> Tensor:
+        """The least and the greatest that l_i, h_i and h_i − l_i may be, (2, 3, 1); the equation above."""
         width, sizes = self.high - self.low, self.shape
-        # Lists, not generators, which the compiler of torch does not take.
-        few = sizes is not None and math.prod([n or _FEW + 1 for n in sizes]) <= _FEW
-        outwards, inwards = [margin * width for margin in (_OF_FEW if few else _MARGINS)]
-        lowest = low.clamp(self.low - outwards, self.highest_low + inwards)
-        highest = high.clamp(self.lowest_high - inwards, self.high + outwards)
-        return (lowest == low) & (highest == high) & (high - low >= _WIDTH * self.least_width)
+        few = sizes is not None and math.prod(n or _FEW + 1 for n in sizes) <= _FEW
+        outwards, inwards = (margin * width for margin in (_OF_FEW if few else _MARGINS))
+        least = self.low - outwards, self.lowest_high - inwards, _WIDTH * self.least_width
+        return torch.tensor([least, (self.highest_low + inwards, self.high + outwards, math.inf)]).unsqueeze(2)
 
     def difference(self, leaf: Tensor) -> str | None:
         """How the examples of a batch differ from the held-out ones, in words with the remedy; None if they do not."""
@@ -86,7 +85,7 @@ class InputRange:
                 "the order of training (channels first or last)"
             )
         low, high = _ends(leaf)
-        out = 0 if not self.bounded else len(low) - int(self.holds(low, high).sum())
+        out = 0 if not self.bounded else len(low) - int(inside(self.bounds.to(low.device), low, high).sum())
         if 2 * out <= len(low):
             return None
         least, greatest, examples = float(low.min()), float(high.max()), f"{out} of {len(low)} examples"
@@ -117,27 +116,37 @@ def ranges_of(batches: Iterable[object]) -> tuple[InputRange, ...]:
 
 def departure(ranges: Sequence[InputRange], inputs: object) -> str | None:
     """How a batch differs from the held-out inputs, in words with the remedy; None where it does not."""
-    return next((words for one, leaf in _pairs(ranges, inputs) if (words := one.difference(leaf)) is not None), None)
+    leaves = ranged(ranges, inputs).items()
+    return next((words for n, leaf in leaves if (words := ranges[n].difference(leaf)) is not None), None)
 
 
-def compared(ranges: Sequence[InputRange], inputs: object) -> tuple[Tensor | None, Tensor | None]:
+def compared(
+    ranges: Sequence[InputRange], leaves: Mapping[int, Tensor], bounds: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
     """Whether each example is in range, and one that is NaN where it has NaN and no held-out one had, (batch,) each.
 
-    In operations that can be traced; None where nothing is compared.
+    In operations that can be traced; None where nothing is compared. `bounds` are those of the ranges.
     """
-    inside, lost = [], []
-    for one, leaf in _pairs(ranges, inputs):
+    holds, lost = [], []
+    for number, leaf in leaves.items():
+        one = ranges[number]
         other = _kind(leaf.dtype) != one.kind or one._reordered(leaf)
         if other:
-            inside.append(torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device))
+            holds.append(torch.zeros(leaf.shape[0], dtype=torch.bool, device=leaf.device))
         if one.bounded and leaf.is_floating_point():
             low, high = _ends(leaf)
             # The minimum of onnxruntime skips NaN.
             if torch.compiler.is_compiling():
                 low = low.masked_fill(_flat(leaf).isnan().any(dim=1), math.nan)
             lost.append(low)
-            inside += [] if other else [one.holds(low, high)]
-    return reduce(torch.logical_and, inside) if inside else None, reduce(torch.add, lost) if lost else None
+            holds += [] if other else [inside(bounds[number], low, high)]
+    return reduce(torch.logical_and, holds) if holds else None, reduce(torch.add, lost) if lost else None
+
+
+def inside(bounds: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Whether examples with these least and greatest values, (batch,), are within the bounds of a range."""
+    ends = torch.stack([low, high, high - low])
+    return (ends.clamp(*bounds.unbind()) == ends).all(dim=0)
 
 
 def example_of(ranges: Sequence[InputRange], dtype: torch.dtype, device: torch.device) -> Any:
@@ -168,9 +177,10 @@ def _leaves(inputs: object, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _leaves(value, name if alone else f"{name}.{key}".lstrip("."))
 
 
-def _pairs(ranges: Sequence[InputRange], inputs: object) -> Iterator[tuple[InputRange, Tensor]]:
-    by_name = {one.name: one for one in ranges}
-    return ((by_name[name], leaf) for name, leaf in _leaves(inputs) if name in by_name)
+def ranged(ranges: Sequence[InputRange], inputs: object) -> dict[int, Tensor]:
+    """The tensors of a batch that have a range, by its number."""
+    leaves = dict(_leaves(inputs))
+    return {number: leaves[one.name] for number, one in enumerate(ranges) if one.name in leaves}
 
 
 def _flat(leaf: Tensor) -> Tensor:

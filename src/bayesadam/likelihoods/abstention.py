@@ -60,12 +60,16 @@ class Abstention:
         """The share of the held-out examples, or of their labels, that is answered."""
         return self.answered / (self.n * (len(self.threshold) if isinstance(self.threshold, tuple) else 1))
 
+    @property
+    def most(self) -> float | list[float]:
+        """The greatest doubt that is answered, by label a list; −∞ where nothing is."""
+        if isinstance(self.threshold, tuple):
+            return [-math.inf if t is None else t for t in self.threshold]
+        return -math.inf if self.threshold is None else self.threshold
+
     def answers(self, doubt: Tensor) -> Tensor:
         """Which inputs are answered, booleans, given the doubt of each; or labels, (batch, labels)."""
-        if isinstance(self.threshold, tuple):
-            most = [-math.inf if t is None else t for t in self.threshold]
-            return doubt <= torch.tensor(most, dtype=doubt.dtype, device=doubt.device)
-        return torch.zeros_like(doubt, dtype=torch.bool) if self.threshold is None else doubt <= self.threshold
+        return doubt <= torch.tensor(self.most, dtype=doubt.dtype, device=doubt.device)
 
     def __str__(self) -> str:
         whose = " of each label" if self.by_label else ""

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from bayesadam.errors import SettingError
 
+# Before torch 2.7 it could not be told from compiling.
+_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 # w, the share of alarms that is left to the second of two p-values.
 SECOND = 0.2
 
@@ -31,9 +33,14 @@ def threshold(scores: Tensor, level: float) -> Tensor:
 
 
 def p_values(reference: Tensor, scores: Tensor) -> Tensor:
-    """(1 + the number of reference scores at least as large)/(n + 1), (batch,), in operations that ONNX has."""
-    larger = (reference.to(scores) >= scores[:, None]).sum(dim=1)
-    return (1 + larger).to(scores.dtype) / (len(reference) + 1)
+    """(1 + the number of reference scores at least as large)/(n + 1), (batch,); the reference ascends."""
+    n, reference = len(reference), reference.to(scores)
+    if _exporting():
+        # ONNX does not search, and onnxruntime adds up whole numbers slowly.
+        larger = (reference >= scores[:, None]).to(scores.dtype).sum(dim=1)
+    else:
+        larger = n - torch.searchsorted(reference, scores.contiguous())
+    return (1 + larger).to(scores.dtype) / (n + 1)
 
 
 def either(first: Tensor, second: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from bayesadam.likelihoods.moments import Moments
 # networks are too sure than too unsure.
 _COLDEST, _HOTTEST = 0.1, 20.0
 _COLD, _HOT = 0.5, 1.0
+# Where a search leaves grids for parabolas.
+_STEP = 0.1
 
 
 def log_prior(temperature: float) -> float:
@@ -37,19 +39,26 @@ def mean_log_prob(kind: Likelihood, component: Component, y: Tensor) -> float:
 def refined(
     score: Callable[[float], float], start: float, *, reach: float = 1.2, least: float = 0.0, most: float = math.inf
 ) -> tuple[float, float]:
-    """The best of ever finer grids in the logarithm, the first up to `reach` to either side of `start`; its score."""
-    rounds = math.ceil(math.log2(reach / 1e-4))
+    """The best value in the logarithm, looked for up to `reach` to either side of `start`, and its score.
+
+    Ever finer grids lead to one step of at most a tenth, and parabolas through the best and its neighbours to 1e-4.
+    """
 
     @cache
-    def at(step: int) -> tuple[float, float]:
-        value = min(max(start * math.exp(reach * step / 2**rounds), least), most)
-        return score(value), value
+    def at(log: float) -> float:
+        return score(min(max(start * math.exp(log), least), most))
 
-    best = 0
-    for width in (2**i for i in range(rounds, -1, -1)):
-        best = max((best, best - width, best - width // 2, best + width // 2, best + width), key=lambda i: at(i)[0])
-    value, found = at(best)
-    return found, value
+    best, width = 0.0, reach
+    while width > _STEP:
+        best = max((best, best - width, best - width / 2, best + width / 2, best + width), key=at)
+        width /= 2
+    for step in (width, width / 20):
+        low, high = at(best - step) - at(best), at(best + step) - at(best)
+        bend = -(low + high)
+        # Of a plateau, or of a slope, the best point stands.
+        top = best + step / 2 * (high - low) / bend if 0 < bend < math.inf else best
+        best = max((best, best - step, best + step, top), key=at)
+    return min(max(start * math.exp(best), least), most), at(best)
 
 
 def best_temperature(

@@ -33,10 +33,12 @@ Source = Literal["inputs", "gradients", "second moments"]
 RIDGE = 0.01
 # Fewer inputs do not make a second moment, and more than the latter make it hardly better.
 FEWEST, MOST = 20, 1000
+# From this width on A has a factor of few columns where few directions count, and of few inputs from a smaller one on.
+_WIDE, _WIDE_OF_FEW = 1024, 256
+# Narrower layers are taken together.
+_NARROW = 128
 # Wider blocks of A are cut in parts: the memory goes with the square of the width.
 WIDEST = 2048
-# Of fewer familiar inputs than a third of such a width, A has a factor of few columns.
-_WIDE = 256
 # The exponent of the mean over layers that novelty takes. A diagonal sees a layer dimly, so that those with the largest
 # leverage count for more.
 _MEANS: Mapping[Source, float] = {"inputs": 1.0, "gradients": 1.0, "second moments": 4.0}
@@ -97,12 +99,12 @@ class Leverage:
     means: tuple[Tensor, ...] = ()
 
     def stacks(self, scales: Tensor) -> Stacks:
-        """The parts whose factors have the same shape, those by `scales` together."""
-        shapes: dict[torch.Size, list[int]] = {}
+        """The parts whose factors are alike but for their sizes, those by `scales` together, padded by zeros."""
+        kinds: dict[tuple[int, ...], list[int]] = {}
         for number, w in enumerate(self.factors):
-            shapes.setdefault(w.shape, []).append(number)
-        every = ((some, [_applied(self.factors[i], scales[i]) for i in some]) for some in shapes.values())
-        return [(some, tuple(map(torch.stack, zip(*tensors, strict=True)))) for some, tensors in every]
+            kinds.setdefault(_kind(w), []).append(number)
+        every = ((some, [_applied(self.factors[i], scales[i]) for i in some]) for some in kinds.values())
+        return [(some, tuple(map(_stacked, zip(*tensors, strict=True)))) for some, tensors in every]
 
     def relative(self) -> tuple[Stacks, Tensor, Tensor]:
         """Factors W e^(−m/2), m the medians, by which h is relative to the usual; and the arguments of `ratios`.
@@ -182,9 +184,15 @@ def norms(inputs: Sequence[Tensor], stacks: Stacks) -> Tensor:
     """√h of the inputs of each part, (parts, batch), in the order of the stacks."""
     some = []
     for numbers, w in stacks:
-        a = inputs[numbers[0]][None] if len(numbers) == 1 else torch.stack([inputs[i] for i in numbers])
-        some.append(torch.linalg.vector_norm(_turned(a, *w), dim=(1, 3) if w[0].dim() == 4 else 2))
+        width = w[0].shape[1] if w[0].dim() < 4 else 0
+        alike = [_widened(inputs[i], width) for i in numbers]
+        some.append(_lengths(alike[0][None] if len(alike) == 1 else torch.stack(alike), *w))
     return torch.cat(some)
+
+
+def _widened(a: Tensor, width: int) -> Tensor:
+    """(batch, width), with zeros where it has less."""
+    return a if a.shape[1] >= width else F.pad(a, (0, width - a.shape[1]))
 
 
 def ratios(q: Tensor, weights: Tensor, centre: Tensor, power: float, *, absent: bool) -> Ratios:
@@ -232,20 +240,48 @@ def _blocks(a: Tensor, g: int, s: int) -> Tensor:
     return a.reshape(*a.shape[:2], g, s).transpose(1, 2)
 
 
-def thin_factor(x: Tensor) -> Tensor:
-    """The columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, u and λ its eigenvectors and eigenvalues, (1, width, m).
+def thin_factor(x: Tensor) -> Tensor | None:
+    """Columns u (λ + ε ā)^(−½) of W for A = xᵀ x/m, (1, width, ·), u and λ the eigenvectors and values above ε ā.
 
-    The rest of W is (ε ā)^(−½) in all other directions.
+    The rest of W is (ε ā)^(−½) in all other directions; ā is of the λ alone. None where those are more than a quarter
+    of the width: W is better whole.
     """
-    _, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    spectrum = sigma.square() / len(x)
-    columns: Tensor = vh.mT * (spectrum + RIDGE * spectrum.sum() / x.shape[1]).rsqrt()
+    (m, width), wide = x.shape, x.double()
+    values, vectors = torch.linalg.eigh((wide @ wide.mT if m < width else wide.mT @ wide) / m)
+    keep = values > RIDGE * values.sum() / width
+    if 4 * int(keep.sum()) > width:
+        return None
+    values, vectors = values[keep], vectors[:, keep]
+    if m < width:
+        vectors = wide.mT @ vectors * (m * values).rsqrt()
+    columns: Tensor = vectors * (values + RIDGE * values.sum() / width).rsqrt()
     return columns.to(x.dtype)[None].contiguous()
 
 
+def _is_thin(w: Tensor) -> bool:
+    return w.dim() == 3 and w.shape[2] < w.shape[1]
+
+
+def _kind(w: Tensor) -> tuple[int, ...]:
+    """What factors that are applied together have alike: the form, and the width to a power of two."""
+    if w.dim() == 3 and len(w) > 1:
+        return tuple(w.shape)
+    return w.dim(), _is_thin(w), max(_NARROW, 1 << (w.shape[-2] - 1).bit_length()) if w.dim() == 3 else len(w)
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one, padded by zeros to the largest sizes."""
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    whole = tensors[0].new_zeros(len(tensors), *map(max, zip(*(tensor.shape for tensor in tensors), strict=True)))
+    for one, tensor in zip(whole, tensors, strict=True):
+        one[tuple(map(slice, tensor.shape))] = tensor
+    return whole
+
+
 def _applied(w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    """The arguments of `_turned` for a factor, or for the columns of a thin one, and Wᵀ a times a number."""
-    if w.dim() == 3 and w.shape[2] < w.shape[1]:
+    """The arguments of `_lengths` for a factor, or for the columns of a thin one, and Wᵀ a times a number."""
+    if _is_thin(w):
         # d⁻² = λ + ε ā, the trace of A is Σ λ.
         width, m, square = w.shape[1], w.shape[2], w[0].double().square().sum(dim=0)
         rest = (RIDGE * (1 / square).sum() / (width + RIDGE * m)).rsqrt()
@@ -254,17 +290,24 @@ def _applied(w: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return (w[0] if w.dim() == 3 and len(w) == 1 else w,)
 
 
-def _turned(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
-    """Wᵀ a of the inputs (k, b, width) of parts whose factors are alike, (k, b, s), or block by block, (k, g, b, s)."""
+def _lengths(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | None = None) -> Tensor:
+    """|Wᵀ a| of the inputs (k, b, width) of parts whose factors are alike, (k, b)."""
     if a.dtype != w.dtype:
         dtype = torch.promote_types(a.dtype, w.dtype)
         a, w = a.to(dtype), w.to(dtype)
     if back is not None and rest is not None:
         along = torch.bmm(a, w)
-        return torch.cat([along, torch.baddbmm(a * rest.to(a), along, back.to(a), alpha=-1)], dim=2)
-    if w.dim() == 2:
-        return a * w[:, None]
-    return torch.bmm(a, w) if w.dim() == 3 else _blocks(a, *w.shape[1:3]) @ w
+        left = torch.baddbmm(a * rest.to(a), along, back.to(a), alpha=-1)
+        return torch.hypot(_length(along), _length(left))
+    if w.dim() == 4:
+        return _length(_length(_blocks(a, *w.shape[1:3]) @ w).movedim(1, -1))
+    return _length(a * w[:, None] if w.dim() == 2 else torch.bmm(a, w))
+
+
+def _length(x: Tensor) -> Tensor:
+    """Over the last dimension, counted from the first: torch before 2.13 traces −1 wrongly where its size is 1."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=x.dim() - 1)
+    return length
 
 
 def from_structure(layers: Sequence[Matrix], structure: Diagonal) -> Leverage:
@@ -313,37 +356,30 @@ def from_inputs(
     layers: Sequence[Matrix],
     pooled: Mapping[str, Tensor],
     familiar: Tensor,
-    state: Leverage | None,
     outputs: Tensor | None = None,
-) -> tuple[Leverage | None, Tensor, Tensor]:
-    """Of m familiar inputs, A = Σ a aᵀ/m; the log h of all n, (n, parts); and which of them are not in A, (n,).
+) -> tuple[Leverage, Tensor] | None:
+    """Of m familiar inputs, A = Σ a aᵀ/m; and the log h of all n, (n, parts).
 
     The others have the same A as new inputs have: among them and one more, all ranks of h are equally likely, and equal
     inputs tie. The familiar ones are left out of their own, h ← (m − 1)/m · h/(1 − h/m), which makes them as large, but
     not tie.
 
-    Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. The state's leverage
-    stands where familiar inputs are fewer than 20, or where there is no other layer; None where there is none either.
+    Embeddings are left out: of words, rare ones would look strange and the unknown word familiar. None where there is
+    no other layer, or where familiar inputs are fewer than 20.
 
     Args:
         pooled: the inputs by module, (n, width); NaN where an example does not run a layer.
         familiar: which of them are in A, (n,) booleans.
-        state: the leverage that the optimiser's state gives, where there is one.
         outputs: the logits of classes, (n, classes), by which the last inputs are taken within their class, where the
             familiar ones are enough for it.
     """
     wide = [layer for layer in layers if not layer.tokens and layer.module in pooled]
-    everyone = torch.ones_like(familiar)
     if not wide or int(familiar.sum()) < FEWEST:
-        state = None if state is None else state.among(pooled)
-        if state is None or not state.layers:
-            return None, torch.zeros(0, 0), everyone
-        log_h = state.log_h(pooled)
-        return state.against(log_h), log_h, everyone
-    layers_inputs = ((layer, pooled[layer.module]) for layer in wide)
-    known = {layer: a for layer, a in layers_inputs if len(seen := a[_inside(a, familiar)]) >= FEWEST and seen.any()}
+        return None
+    inputs = ((layer, pooled[layer.module]) for layer in wide)
+    known = {layer: a for layer, a in inputs if len(seen := a[_inside(a, familiar)]) >= FEWEST and seen.any()}
     if not known:
-        return None, torch.zeros(0, 0), everyone
+        return None
     last: list[tuple[Tensor, Tensor]] = []
     if outputs is not None and int(familiar.sum()) >= A_CLASS * outputs.shape[1]:
         last = [_around_class(a, familiar.to(a.device), outputs.to(a.device)) for a in list(known.values())[-NEAR:]]
@@ -352,23 +388,29 @@ def from_inputs(
     factors, columns = [], []
     for layer, a in (*known.items(), *zip(list(known)[len(known) - len(last) :], (a for _, a in last), strict=True)):
         inside = _inside(a, familiar)
-        # At most 2,048 inputs in a block.
-        g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
-        x, m = _blocks(a[None, inside], g, -(-layer.width // g))[0], int(inside.sum())
-        thin = g == 1 and layer.width >= max(_WIDE, 3 * m)
-        factors.append(w := thin_factor(x[0]) if thin else factor(x.mT @ x / m))
-        turned = _turned(a[None], *(one[None] for one in _applied(w, torch.ones(()))))
-        h = turned.square().sum(dim=-1).view(g, len(a))
+        m = int(inside.sum())
+        is_wide = layer.groups == 1 and layer.width >= (_WIDE_OF_FEW if 4 * m <= layer.width else _WIDE)
+        w = thin_factor(a[inside]) if is_wide else None
+        if w is None:
+            # At most 2,048 inputs in a block.
+            g = layer.groups if layer.groups > 1 and not layer.inputs_first else -(-layer.width // WIDEST)
+            blocks = _blocks(a[None], g, -(-layer.width // g))[0]
+            x = blocks[:, inside]
+            h = (blocks @ (w := factor(x.mT @ x / m))).square().sum(dim=-1)
+        else:
+            h = _lengths(a[None], *(one[None] for one in _applied(w, torch.ones(())))).square()
+        factors.append(w)
         left_out = (m - 1) / m * h / (1 - h / m).clamp(min=1e-6)
         columns.append(torch.where(inside, left_out, h).sum(dim=0))
     log_h = _log(torch.stack(columns, dim=1))
     leverage = Leverage(tuple(known), tuple(factors), "inputs", means=tuple(mean for mean, _ in last))
-    return leverage.against(log_h[familiar.to(log_h.device)]), log_h, ~familiar
+    return leverage.against(log_h[familiar.to(log_h.device)]), log_h
 
 
 def _inside(a: Tensor, familiar: Tensor) -> Tensor:
     """Which inputs of a layer make its A: the familiar ones that run it."""
-    return familiar.to(a.device) & ~a.isnan().any(dim=1)
+    familiar = familiar.to(a.device)
+    return familiar & ~a.isnan().any(dim=1) if bool(a.sum().isnan()) else familiar
 
 
 def _around_class(a: Tensor, familiar: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,6 +145,8 @@ class Matrix:
         if a.dim() == 2 and a.shape[0] == size:
             return a
         if isinstance(module, _ConvNd):
+            if a.shape[0] == size:
+                return a.mean(dim=tuple(range(2, a.dim())))
             pixels = a.reshape(size, -1, self.width, a.shape[2:].numel())
             return pixels.mean(dim=(1, 3))
         sequence_first = isinstance(module, nn.MultiheadAttention) and not module.batch_first

@@ -185,6 +185,8 @@ def mixes_examples(failure: Exception | None = None) -> MatchError:
 
 def widened(tensor: Tensor) -> Tensor:
     """The same in float32 or wider."""
+    if tensor.dtype is torch.float32:
+        return tensor
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -19,6 +19,9 @@ from bayesadam.predict.batches import batch_size, examples, has_graph, is_ragged
 from bayesadam.predict.matrices import Matrix
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, mixes_examples, require_rows, widened
 
+# By layer, shape of its input and number of examples; texts have many shapes.
+_MOST_WAYS = 4096
+Ways = dict[tuple[Matrix, torch.Size, int], tuple[Hashable, ...] | None]
 # A module, its arguments, its keywords and its output → what stands in for the output; None leaves it.
 See = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -53,6 +56,7 @@ class Seen:
         runs: of each layer, by its module, the pooled inputs of its runs, (size, width).
         layout: how the examples may lie in each.
         last: the last input, the type of its layer with the version of the input, and its mean over positions.
+        ways: how the examples lie in an input of a layer, by the shape of the input; see `Matrix.layout`.
     """
 
     size: int
@@ -63,26 +67,42 @@ class Seen:
     runs: dict[str, list[Tensor]] = field(default_factory=dict)
     layout: list[tuple[Hashable, ...]] = field(default_factory=list)
     last: list[Any] = field(default_factory=list)
+    ways: Ways = field(default_factory=dict)
 
     @classmethod
-    def of(cls, inputs: Any, layers: Sequence[Matrix], *, words: bool = True) -> Seen:
-        """Nothing yet, of a pass over these inputs."""
+    def of(cls, inputs: Any, layers: Sequence[Matrix], *, words: bool = True, ways: Ways | None = None) -> Seen:
+        """Nothing yet, of a pass over these inputs; `ways` are those of passes before."""
+        ways = {} if ways is None else ways
+        if isinstance(inputs, Tensor):
+            return cls(batch_size(inputs), words=words, ways=ways)
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-        return cls(batch_size(inputs), mask, owners(inputs), words, layers if is_ragged(inputs) else ())
+        ragged = layers if is_ragged(inputs) else ()
+        return cls(batch_size(inputs), mask, owners(inputs), words, ragged, ways=ways)
 
     def add(self, layer: Matrix, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """One run of a layer."""
-        a, compiling = first_input(args, kwargs), torch.compiler.is_compiling()
+        a = args[0] if args else first_input(args, kwargs)
         if self.owners:
             self._add_rows_of_graphs(layer, module, a)
-        elif compiling or (isinstance(a, Tensor) and layer.has_rows(a, self.size) and not self._is_position(layer, a)):
-            if not compiling:
-                self.layout.append(layer.layout(a, self.size))
+        elif torch.compiler.is_compiling():
+            self.runs.setdefault(layer.module, []).append(layer.pooled(module, a, self.size, self.mask))
+        elif isinstance(a, Tensor) and (way := self._way(layer, a)) is not None:
+            self.layout.append(way)
             # Queries, keys and values are of one input, unless it was changed in place.
-            kind = None if compiling or a.is_inference() else (type(module), a._version)
+            kind = None if a.is_inference() else (type(module), a._version)
             if kind is None or not self.last or self.last[0] is not a or self.last[1] != kind:
                 self.last[:] = a, kind, layer.pooled(module, a, self.size, self.mask)
             self.runs.setdefault(layer.module, []).append(self.last[2])
+
+    def _way(self, layer: Matrix, a: Tensor) -> tuple[Hashable, ...] | None:
+        """How the examples lie in an input; None where it has no rows of theirs."""
+        key = layer, a.shape, self.size
+        if key not in self.ways:
+            if len(self.ways) >= _MOST_WAYS:
+                self.ways.clear()
+            self.ways[key] = layer.layout(a, self.size) if layer.has_rows(a, self.size) else None
+        way = self.ways[key]
+        return None if way is None or (layer.tokens and self._is_position(a)) else way
 
     def _add_rows_of_graphs(self, layer: Matrix, module: nn.Module, a: Tensor) -> None:
         if layer.tokens or a.dim() < 2:
@@ -95,9 +115,9 @@ class Seen:
         self.layout.append((layer.module, list(self.owners).index(len(a))))
         self.runs.setdefault(layer.module, []).append(sums[:, :-1] / sums[:, -1:])
 
-    def _is_position(self, layer: Matrix, tokens: Tensor) -> bool:
+    def _is_position(self, tokens: Tensor) -> bool:
         """Whether these may be the indices of positions, the same for all examples."""
-        if self.words or not layer.tokens:
+        if self.words:
             return False
         tokens = tokens.reshape(len(tokens), -1)
         return torch.equal(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
@@ -123,6 +143,8 @@ Observed = tuple[Tensor, dict[str, Tensor], tuple[Hashable, ...]]
 Layouts = dict[tuple[Hashable, ...], float]
 # So many prove it: one may be in order by chance, as a batch that was sorted.
 _PROOF = 2
+# Of so many rows and more, about so many tell how large a usual one is.
+_USUAL = 64
 
 
 def by_example(
@@ -206,6 +228,7 @@ def _attempt(run: Callable[[Any], Observed], inputs: Any) -> Observed | None:
 
 def _same(some: Tensor, rows: Tensor, all_rows: Tensor, tolerance: float) -> bool:
     """Equal but for rounding, in units of a usual row; of another number of outputs too, which says nothing."""
+    all_rows = all_rows[:: 1 + len(all_rows) // _USUAL]
     some, rows, all_rows = (x.detach().double().reshape(len(x), -1).nan_to_num() for x in (some, rows, all_rows))
     if some.shape[1] != rows.shape[1]:
         return True
