@@ -70,6 +70,12 @@ def normalised() -> tuple[nn.Sequential, torch.optim.Adam, Tensor]:
     return model.eval(), optimizer, x
 
 
+def error(one: nn.Module, other: nn.Module, x: Tensor) -> float:
+    """E|z' − z|²."""
+    with torch.no_grad():
+        return float((one.eval()(x) - other.eval()(x)).double().square().mean())
+
+
 class Twice(nn.Module):
     """A layer used twice before the head."""
 

@@ -13,6 +13,7 @@ from bayesadam.__main__ import main
 from bayesadam.cli import app
 from bayesadam.errors import BayesAdamWarning
 from bayesadam.weights.gaussian import GaussianWeights
+from cases import train
 from compress.cases_compress import normalised
 
 # Of the bias before the batch norm, which the last test is about.
@@ -23,10 +24,7 @@ def trained() -> tuple[nn.Module, torch.optim.Adam]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(10):
-        adam.zero_grad()
-        model(torch.randn(16, 6)).square().mean().backward()
-        adam.step()
+    train(model, adam, steps=10)
     return model, adam
 
 

@@ -21,7 +21,7 @@ from bayesadam.errors import BayesAdamWarning
 from bayesadam.readers import Rotation
 from bayesadam.weights.diagonal import Diagonal
 from cases import dense_moment, mlp, train
-from compress.cases_compress import Twice, posterior_of
+from compress.cases_compress import Twice, error, posterior_of
 from floats import assert_close
 
 
@@ -286,12 +286,6 @@ def test_tied_weights_and_tables_are_removed_and_left() -> None:
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
-
-
-def error(one: nn.Module, other: nn.Module, x: Tensor) -> float:
-    """E|z' − z|²."""
-    with torch.no_grad():
-        return float((one.eval()(x) - other.eval()(x)).double().square().mean())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

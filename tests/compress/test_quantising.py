@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.compress import quantise
 from bayesadam.errors import FileError, MatchError, SettingError
-from compress.cases_compress import posterior_of
+from compress.cases_compress import error, posterior_of
 from floats import assert_close
 
 
@@ -29,12 +29,6 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 def images(n: int = 200, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(n, 4, 5, 5).cumsum(-1).to(dtype)
-
-
-def error(one: nn.Module, other: nn.Module, x: Tensor) -> float:
-    """E|z' − z|²."""
-    with torch.no_grad():
-        return float((one(x) - other(x)).double().square().mean())
 
 
 def nearest(model: nn.Module, bits: int) -> nn.Module:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from bayesadam import Mixture, Posterior
 from bayesadam.compress import RANKINGS, masks, weight_scores
+from bayesadam.compress import ranking as ranking_module
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
+from bayesadam.readers.formats.lazy import Lazy
 from cases import mlp, trained
 from compress.cases_compress import normalised, posterior_of, removed, sorted_masks
 from floats import assert_close
@@ -141,6 +143,26 @@ def test_masks_are_those_of_a_full_sort(seed: int, scope: Any) -> None:
     else:
         for name, score in scores.items():
             assert_same({name: found[name]}, sorted_masks({name: score}, round(fraction * score.size)))
+
+
+@pytest.mark.parametrize("scope", ["global", "layer", "bounded"])
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_of_scores_on_the_disk_masks_are_made_when_accessed(
+    scope: Any, fraction: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Many ties, which reach over the parts that are looked at.
+    monkeypatch.setattr(ranking_module, "_PART", 5)
+    scores = {name: torch.randint(3, shape).float() for name, shape in (("a", (9, 7)), ("b", (4,)), ("c", (3, 9)))}
+    read: list[str] = []
+    lazy = Lazy(
+        {name: score.to("meta") for name, score in scores.items()}, lambda name: (read.append(name), scores[name])[1]
+    )
+    found, expected = ranking_module.remaining(lazy, scope, fraction), ranking_module.remaining(scores, scope, fraction)
+    assert isinstance(found, Lazy)
+    assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+    assert read == list(scores)
+    if scope == "global":
+        assert_same(dict(expected), sorted_masks({n: s.numpy() for n, s in scores.items()}, round(fraction * 94)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -23,6 +23,7 @@ import bayesadam as ba
 from bayesadam.bandits import Agent, make_agent
 from bayesadam.errors import BayesAdamError
 from bayesadam.inspecting import diagnose_checkpoint, inspect
+from formats import fuzz
 from formats.fuzz import Outcome, alarm
 
 HOSTILE: tuple[Any, ...] = (
@@ -205,20 +206,9 @@ def _changed(tree: Any, dice: random.Random) -> Any:
 
 def mutated(content: bytes, dice: random.Random) -> bytes:
     """The same file with some damage."""
-    how = dice.choice(("bits", "bytes", "cut", "more", "zeros", *["about"] * 3, *["tensors"] * 2, "text"))
-    data, place = bytearray(content), dice.randrange(len(content))
-    if how == "cut":
-        return content[:place]
-    if how == "more":
-        return content[:place] + content[place : place + dice.randrange(1, 100)] * 2 + content[place:]
-    if how == "zeros":
-        data[place : place + 64] = bytes(len(data[place : place + 64]))
-        return bytes(data)
-    if how in ("bits", "bytes"):
-        for _ in range(dice.choice((1, 1, 2, 5))):
-            at = dice.randrange(len(data))
-            data[at] = data[at] ^ (1 << dice.randrange(8)) if how == "bits" else dice.randrange(256)
-        return bytes(data)
+    how = dice.choice((*["bytes"] * 5, *["about"] * 3, *["tensors"] * 2, "text"))
+    if how == "bytes":
+        return fuzz.mutated(content, dice)
     header, rest = parts(content)
     if how == "tensors":
         return _other_tensors(header, rest, dice)

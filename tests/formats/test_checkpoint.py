@@ -16,27 +16,15 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
-from bayesadam.readers import read_checkpoint, read_curvature, write_pruned
+from bayesadam.readers import read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy
 from cases import train, trained
+from formats.same import same_moments
 
 
 def saved(path: Path, tree: Any) -> Path:
     torch.save(tree, path)
     return path
-
-
-def check(read: ba.readers.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The weights are the model's, and the curvature is that of the live optimiser."""
-    expected = ba.readers.read_optimizer(model, optimizer)
-    found = read_curvature(read)
-    assert list(found.second_moment) == list(expected.second_moment)
-    for name, v in expected.second_moment.items():
-        assert torch.equal(found.second_moment[name], v)
-    assert found.weight_decay == expected.weight_decay
-    assert found.steps == expected.steps
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(read.weights[name], tensor)
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------
@@ -62,9 +50,7 @@ def check(read: ba.readers.Checkpoint, model: nn.Module, optimizer: torch.optim.
 def test_every_layout_is_read(layout: Callable[[Any, Any], Any], pair: Any, tmp_path: Path) -> None:
     model, optimizer = pair
     path = saved(tmp_path / "c.pt", layout(model.state_dict(), optimizer.state_dict()))
-    read = read_checkpoint(path)
-    assert read.format == "torch"
-    check(read, model, optimizer)
+    same_moments(path, pair, "torch")
 
 
 def test_the_content_tells_the_format_and_not_the_name(pair: Any, tmp_path: Path) -> None:
@@ -73,7 +59,7 @@ def test_the_content_tells_the_format_and_not_the_name(pair: Any, tmp_path: Path
     save_file(model.state_dict(), tmp_path / "model.pt")
     assert read_checkpoint(tmp_path / "model.pt", optimizer_path=state).format == "safetensors"
     path = saved(tmp_path / "c.safetensors", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    check(read_checkpoint(path), model, optimizer)
+    same_moments(path, pair)
 
 
 def test_what_the_trainer_wrote_down(pair: Any, tmp_path: Path) -> None:
@@ -92,31 +78,6 @@ def test_nothing_is_copied_until_it_is_used(pair: Any, tmp_path: Path) -> None:
     read = read_checkpoint(path)
     read.weights["0.weight"].zero_()
     assert path.read_bytes() == before
-
-
-# --- which of several -----------------------------------------------------------------------------------------------
-
-
-def test_several_models_are_refused_until_named(tmp_path: Path) -> None:
-    (first, o1), (second, o2) = trained(3, 5, 2, seed=1), trained(4, 6, 1, seed=2)
-    tree = {
-        "generator": first.state_dict(),
-        "critic": second.state_dict(),
-        "optimizer_g": o1.state_dict(),
-        "optimizer_c": o2.state_dict(),
-    }
-    path = saved(tmp_path / "gan.pt", tree)
-    with pytest.raises(FileError, match=r"(?s)'generator' and 'critic'.*weights_key='generator'"):
-        read_checkpoint(path)
-    check(read_checkpoint(path, weights_key="critic"), second, o2)
-    check(read_checkpoint(path, weights_key="critic", optimizer_key="optimizer_c"), second, o2)
-    with pytest.raises(
-        FileError, match="nothing of the kind under weights_key='nobody'; there is 'generator', 'critic'"
-    ):
-        read_checkpoint(path, weights_key="nobody")
-    # The other's optimiser is caught by its shapes.
-    with pytest.raises(MatchError, match="another model's state"):
-        read_curvature(read_checkpoint(path, weights_key="critic", optimizer_key="optimizer_g"))
 
 
 # --- refused --------------------------------------------------------------------------------------------------------
@@ -209,7 +170,7 @@ def test_a_file_may_be_pruned_in_place_and_stays_readable(tmp_path: Path) -> Non
     assert read.ordered
     with torch.no_grad():
         model[2].weight.mul_(torch.eye(3))
-    check(read, model, optimizer)
+    same_moments(path, (model, optimizer))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.pt"]
 
 

@@ -18,6 +18,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers import format_of, read_checkpoint
 from bayesadam.readers.formats.deepspeed import DEEPSPEED
 from bayesadam.readers.formats.lazy import Lazy
+from cases import train
 from formats.same import same_posterior
 
 
@@ -131,11 +132,7 @@ def write(
 def trained(**options: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network(**options)
     optimizer = adamw(model)
-    for number in range(4):
-        optimizer.zero_grad()
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(number))
-        (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=4)
     return model, optimizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 import sys
@@ -26,7 +25,8 @@ from bayesadam.readers.formats import distributed as distributed_module
 from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.lazy import Lazy, renamed
 from bayesadam.readers.match import names_in
-from formats.same import same_posterior
+from cases import train
+from formats.same import Evil, same_posterior
 from processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -36,15 +36,6 @@ def network() -> nn.Module:
     """Five rows, which two ranks cannot share evenly; one row, which leaves the second with none; buffers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 1))
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
-    random = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(8, 3, generator=random)
-        (model(x) - x.sum(dim=1, keepdim=True)).square().mean().backward()
-        optimizer.step()
 
 
 # --- what each rank does, in a process of its own -------------------------------------------------------------------
@@ -84,7 +75,7 @@ def rank(number: int, world: int, folder: Path) -> None:
     fully_shard(model[3], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
-    train(model, optimizer)
+    train(model, optimizer, steps=4)
     weights, state = get_state_dict(model, optimizer)
     flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
     table = torch.arange(35.0).view(5, 7)
@@ -193,7 +184,7 @@ def test_tensors_are_read_when_they_are_looked_at_and_not_kept(
 def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    train(model, optimizer)
+    train(model, optimizer, steps=4)
     return model, optimizer
 
 
@@ -225,7 +216,7 @@ def test_names_tell_in_whatever_groups_and_order_the_optimiser_has_them(tmp_path
         lr=torch.tensor(0.05),
         amsgrad=True,
     )
-    train(model, optimizer)
+    train(model, optimizer, steps=4)
     for flatten in (False, True):
         options = StateDictOptions(flatten_optimizer_state_dict=flatten)
         weights, state = get_state_dict(model, optimizer, options=options)
@@ -238,14 +229,6 @@ def test_names_tell_in_whatever_groups_and_order_the_optimiser_has_them(tmp_path
 
 
 # --- refused --------------------------------------------------------------------------------------------------------
-
-
-class Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.marker),))
 
 
 @pytest.fixture

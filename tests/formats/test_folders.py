@@ -19,6 +19,7 @@ import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
 from bayesadam.readers import explain, read_checkpoint, read_curvature, read_optimizer
 from floats import assert_close
+from formats.same import Evil
 from readers.test_files import stepped
 
 
@@ -58,10 +59,6 @@ def test_the_trainers_rule_orders_what_its_folder_holds(written: Any) -> None:
     )
     posterior = ba.Posterior.from_checkpoint(folder, network())
     assert_close(dict(posterior.variance), dict(ba.Posterior.from_optimizer(model, optimizer, n_data=40).variance))
-    # The steps that the folder counts are not the optimiser's.
-    (folder / "trainer_state.json").write_text('{"global_step": 500}')
-    with pytest.warns(ba.errors.BayesAdamWarning, match="counts 500 steps, the optimiser 2"):
-        ba.Posterior.from_checkpoint(folder, network(), n_data=40)
 
 
 def test_a_state_is_chosen_where_there_are_several(written: Any) -> None:
@@ -136,14 +133,6 @@ def test_an_adapter_needs_the_model(written: Any) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(FileError, match="no 'peft_type'"):
         read_checkpoint(folder)
-
-
-class Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, (str(self.marker),))
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,25 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
+class LlamaRMSNorm(nn.Module):
+    """As transformers' models have it, or as Gemma's."""
+
+    def __init__(self, width: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.offset = nn.Parameter(torch.randn(width)), offset
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        scale = hidden_states.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        return (self.weight + self.offset) * (hidden_states * scale)
+
+
+class NoLayerNorm(LlamaRMSNorm):
+    """Its outputs are not linear in its weight."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * self.weight
+
+
 class ScaledLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2.0 * F.linear(input, self.weight.tanh(), self.bias)
@@ -326,9 +345,9 @@ CONVOLUTIONS = [
     Network("conv2d-replicate", lambda: after(nn.Conv2d(2, 3, 3, 2, 2, padding_mode="replicate")), normal(3, 2, 4, 4)),
     Network("conv2d-one-place", lambda: after(nn.Conv2d(2, 3, 3, groups=1)), normal(3, 2, 3, 3)),
     Network("conv3d", lambda: after(nn.Conv3d(2, 2, 2, (1, 2, 1), 1, groups=2)), normal(2, 2, 2, 3, 3)),
-    Network("transposed1d", lambda: after(nn.ConvTranspose1d(2, 3, 3, 2, 1, 1)), normal(4, 2, 4), generic=None),
-    Network("transposed2d-everything", lambda: after(nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1))), normal(3, 2, 3, 2), generic=None),
-    Network("transposed2d-output-size", lambda: Lambda(lambda self, x: few_outputs(self.layer(x, output_size=(6, 5))), layer=nn.ConvTranspose2d(2, 2, 3, 2, 1)), normal(2, 2, 3, 3), generic=None),
+    Network("transposed1d", lambda: after(nn.ConvTranspose1d(2, 3, 3, 2, 1, 1)), normal(4, 2, 4)),
+    Network("transposed2d-everything", lambda: after(nn.ConvTranspose2d(2, 4, (3, 2), (2, 3), (1, 0), (1, 2), 2, False, (2, 1))), normal(3, 2, 3, 2)),
+    Network("transposed2d-output-size", lambda: Lambda(lambda self, x: few_outputs(self.layer(x, output_size=(6, 5))), layer=nn.ConvTranspose2d(2, 2, 3, 2, 1)), normal(2, 2, 3, 3)),
 ]  # fmt: skip
 
 NORMS = [
@@ -338,6 +357,11 @@ NORMS = [
     Network("group-norm", lambda: after(nn.GroupNorm(2, 4)), normal(3, 4, 3, 2)),
     Network("batch-norm-1d-sequence", lambda: after(nn.BatchNorm1d(3, eps=0.1)), normal(4, 3, 5)),
     Network("batch-norm-2d", lambda: after(nn.BatchNorm2d(3)), normal(4, 3, 2, 4)),
+    Network("instance-norm", lambda: after(nn.InstanceNorm2d(3, affine=True)), normal(4, 3, 2, 4)),
+    Network("instance-norm-with-statistics", lambda: after(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)), normal(4, 3, 5)),
+    Network("rms-norm-of-transformers", lambda: after(nn.Sequential(LlamaRMSNorm(5), nn.Linear(5, 5), LlamaRMSNorm(5))), normal(3, 4, 5)),
+    Network("rms-norm-of-one-plus-its-weight", lambda: after(LlamaRMSNorm(5, offset=1.0)), normal(3, 4, 5)),
+    Network("norm-that-is-none", lambda: after(NoLayerNorm(5)), normal(3, 4, 5), generic="all"),
     Network("batch-norm-without-affine", lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Tanh(), nn.Linear(4, 2)), normal(4, 3)),
 ]  # fmt: skip
 
@@ -393,11 +417,22 @@ STRUCTURES = [
     Network("linear-with-a-users-hook", lambda: hooked(mlp(3, 4, 2)), normal(4, 3), generic=None),
     Network("parametrised-weight", lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), normal(4, 3), generic=("0.parametrizations.weight.original0", "0.parametrizations.weight.original1")),
     Network("bilinear", lambda: nn.Bilinear(2, 3, 4), lambda: (normal(4, 2)(), normal(4, 3)()), generic="all"),
-    Network("prelu", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(4, 3), generic=("1.weight",)),
+    Network("prelu", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(4, 3)),
+    Network("prelu-of-one-slope", lambda: after(nn.PReLU()), normal(3, 2, 4)),
     # torch's vmap of a vmap gets the gradients of PReLU wrong where both are equally long.
-    Network("prelu-as-many-examples-as-outputs", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(2, 3), generic=("1.weight",)),
+    Network("prelu-as-many-examples-as-outputs", lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), normal(2, 3)),
     Network("lstm", lambda: Then(nn.LSTM(3, 4, batch_first=True), lambda z: few_outputs(z[0])), normal(3, 4, 3)),
     Network("gru-sequence-first", lambda: Lambda(lambda self, x: self.head(self.gru(x.transpose(0, 1))[0][-1]), gru=nn.GRU(3, 4, num_layers=2), head=nn.Linear(4, 2)), normal(3, 4, 3)),
+    Network("recurrent-of-everything", lambda: Lambda(lambda self, x: few_outputs(torch.cat([z.flatten(1) for z in states_of(self.lstm(x.transpose(0, 1)))], dim=1)), lstm=nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2)), normal(3, 4, 3)),
+    Network("recurrent-from-states", lambda: Lambda(lambda self, x: few_outputs(self.lstm(x, tuple(z(x[:, 0])[None] for z in (self.h, self.c)))[0]), lstm=nn.LSTM(3, 4, batch_first=True), h=nn.Linear(3, 4), c=nn.Linear(3, 4)), normal(3, 4, 3)),
+    Network("rnn-relu-both-ways", lambda: Then(nn.RNN(3, 4, nonlinearity="relu", bidirectional=True, batch_first=True, bias=False), lambda z: few_outputs(z[0])), normal(3, 4, 3)),
+    Network("recurrent-used-twice", lambda: Lambda(lambda self, x: self.head(self.gru(x)[0][:, -1] - self.gru(x.flip(1))[1][-1]), gru=nn.GRU(3, 4, batch_first=True), head=nn.Linear(4, 2)), normal(3, 4, 3)),
+    Network("recurrent-after-an-embedding", lambda: nn.Sequential(nn.Embedding(7, 3), nn.GRU(3, 4, batch_first=True), Then(nn.Identity(), lambda z: few_outputs(z[0]))), tokens(3, 4)),
+    Network("recurrent-in-place-after", lambda: Then(nn.LSTM(3, 4, batch_first=True), lambda z: few_outputs(z[0].mul_(2.0).relu_())), normal(3, 4, 3)),
+    Network("recurrent-weights-used-elsewhere", lambda: Lambda(lambda self, x: few_outputs(self.rnn(F.linear(x, self.rnn.weight_ih_l0))[0]), rnn=nn.RNN(3, 3, batch_first=True)), normal(3, 4, 3), generic=("rnn.weight_ih_l0",)),
+    Network("recurrent-of-packed-sequences", lambda: Lambda(packed, gru=nn.GRU(3, 4, batch_first=True), head=nn.Linear(4, 2)), normal(3, 4, 3), generic=None),
+    Network("recurrent-over-windows-of-examples", lambda: Lambda(lambda self, x: few_outputs(self.rnn(x.transpose(0, 1).flatten(0, 1))[0].unflatten(0, x.shape[1::-1]).transpose(0, 1)), rnn=nn.RNN(3, 4, batch_first=True)), normal(3, 2, 4, 3), generic="all"),
+    Network("recurrent-differentiated-inside", lambda: Lambda(slope_inside, rnn=nn.RNN(3, 4, batch_first=True), head=nn.Linear(3, 2)), normal(3, 4, 3), generic=None),
     Network("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(6, 3), nn.Linear(3, 2)), tokens(4, 5, below=6), generic=("0.weight",)),
     Network("resnet-block", Residual, normal(3, 2, 6, 6)),
     Network("frames-folded-into-the-batch", lambda: Lambda(folded_frames, convolution=nn.Conv2d(2, 3, 2), norm=nn.BatchNorm2d(3), linear=nn.Linear(3, 2)), normal(3, 4, 2, 3, 3)),
@@ -425,6 +460,24 @@ STRUCTURES = [
     Network("logits-in-an-object", lambda: Lambda(lambda self, x: SimpleNamespace(loss=None, logits=self.net(x)), net=mlp(3, 4, 2)), normal(4, 3)),
     Network("first-of-a-tuple", lambda: Lambda(lambda self, x: (self.net(x), x), net=mlp(3, 4, 2)), normal(4, 3)),
 ]  # fmt: skip
+
+
+def states_of(outcome: Any) -> list[Tensor]:
+    """All that a recurrent layer with the sequence first returns, the batch first."""
+    y, (h, c) = outcome
+    return [z.transpose(0, 1) for z in (y, h.view(2, 2, *h.shape[1:]).flatten(0, 1), c)]
+
+
+def packed(self: Any, x: Tensor) -> Tensor:
+    sequences = nn.utils.rnn.pack_padded_sequence(x, [3] * len(x), batch_first=True)
+    return self.head(self.gru(sequences)[1][-1])
+
+
+def slope_inside(self: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.rnn(x)[0].square().sum(), x, create_graph=True)
+    return self.head(slope.sum(dim=1))
 
 
 def tied_autoencoder(*, transposed: bool) -> nn.Module:

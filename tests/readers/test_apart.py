@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamWarning
 from bayesadam.inspecting import diagnose_checkpoint
 from cases import mlp, train
-
-
-def rows(n: int) -> Tensor:
-    return torch.randn(n, 6, generator=torch.Generator().manual_seed(0))
-
 
 # --- weights of one epoch with the state of another -------------------------------------------------------------------
 
@@ -68,19 +63,10 @@ def test_the_folder_of_a_trainer_by_its_steps(counted, apart, tmp_path):
 # --- what counts examples, and what comes first ---------------------------------------------------------------------
 
 
-def stepped(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3)
-    optimizer, x, y = torch.optim.Adam(model.parameters()), rows(8), torch.randint(3, (8,))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model, optimizer
-
-
 def test_the_number_of_batches_for_that_of_examples_is_told(tmp_path):
-    model, optimizer = stepped(3 * 117)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, steps=3 * 117)
     file = tmp_path / "last.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     told = r"^give n_data= the number of training examples.* the 351 steps .* 3 times 117$"

@@ -14,7 +14,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError
-from cases import mlp
+from cases import mlp, train
 
 TENSORS = (
     *(torch.zeros(0), torch.tensor(float("nan")), torch.ones(2, 2), torch.ones(3, 4).long(), torch.ones(4).byte()),
@@ -36,10 +36,7 @@ def trained(name: str) -> tuple[nn.Module, dict[str, Any]]:
     optimizer = OPTIMISERS[name](model.parameters())
     if name in ("diagonal", "factored"):
         ba.track(optimizer, what=name, every=1, batch_size=8)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 3)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=3)
     return model, optimizer.state_dict()
 
 

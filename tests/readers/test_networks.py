@@ -14,7 +14,7 @@ from torch.optim import Adam, Optimizer
 
 import bayesadam as ba
 from bayesadam._options import in_options
-from bayesadam.errors import FileError
+from bayesadam.errors import FileError, MatchError
 from bayesadam.readers import explain, read_checkpoint, read_curvature
 from cases import mlp
 from floats import assert_close
@@ -100,6 +100,11 @@ def test_a_gan_is_shown_as_a_table_of_its_pairs(sizes: tuple[tuple[int, ...], ..
     for key, model in models.items():
         both = {"weights_key": key, "optimizer_key": f"opt{key}"}
         check(read_checkpoint(path, **both), dict(model.named_parameters()), live[key])
+        if sizes[0] != sizes[1]:
+            # The state is told by its shapes, and the other's is refused by them.
+            check(read_checkpoint(path, weights_key=key), dict(model.named_parameters()), live[key])
+            with pytest.raises(MatchError, match="another model's state"):
+                read_curvature(read_checkpoint(path, weights_key=key, optimizer_key=f"opt{'GD'[key == 'G']}"))
 
 
 def test_the_state_that_is_named_finds_its_network(tmp_path: Path) -> None:

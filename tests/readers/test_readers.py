@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -292,6 +293,10 @@ def test_a_reader_against_the_definition(case: Case, optimizer_class: Callable[[
         read = read_state_dict(model, saved, optimizer=trained.reader(corrected))
         assert_same(dict(read.second_moment), dict(live.second_moment))
         assert (read.steps, read.weight_decay, read.reader) == (live.steps, live.weight_decay, live.reader)
+    # Who wrote it is told by its entries, or asked for; never told wrong.
+    with suppress(MatchError):
+        found = read_state_dict(model, saved, optimizer=identify_reader(saved)).second_moment
+        assert_same(dict(found), dict(read_optimizer(model, optimizer).second_moment))
 
     # Reading changes nothing and shares no memory with the optimiser.
     assert_same((optimizer.state_dict(), model.state_dict()), before)

@@ -18,7 +18,7 @@ import bayesadam as ba
 from bayesadam import Mixture
 from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
 from bayesadam.weights.networks import copy_into
-from cases import mlp, trained
+from cases import mlp, train, trained
 from floats import approx, assert_close
 from weights.cases_structures import DELTA, N, Net, dense, posterior_of
 from weights.cases_structures import flat as flat_as
@@ -243,10 +243,7 @@ def normed(seed: int) -> ba.Posterior:
     torch.manual_seed(seed)
     model = Normed()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(torch.randn(8, 3)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=5, seed=seed)
     return ba.Posterior.from_optimizer(model.eval(), optimizer, N, prior_precision=1.0)
 
 

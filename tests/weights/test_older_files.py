@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ import bayesadam as ba
 from bayesadam._storage import under
 from bayesadam.errors import BayesAdamWarning, FileError, MatchError
 from floats import assert_close
+from formats.same import Evil
 
 OLD, NEWER = Path(__file__).parent / "release_0_2", Path(__file__).parents[1] / "release_0_3"
 EXPECTED, SAID = load_file(OLD / "expected.safetensors"), load_file(NEWER / "expected.safetensors")
@@ -144,14 +143,6 @@ def test_a_folder_is_read_by_one_process(folder, tmp_path):
         ba.Posterior.load(folder, build(3, 4, 1))
 
 
-class Runs:
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(Path(self.where) / "ran"),)
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-
-
 @pytest.mark.parametrize("how", ["header", "json", "format", "contents", "shard", "truncated", "pickle"])
 def test_damaged_folders_are_told_and_nothing_runs(folder, how):
     header, shard = folder / "bayesadam.json", folder / "__1_0.distcp"
@@ -162,7 +153,7 @@ def test_damaged_folders_are_told_and_nothing_runs(folder, how):
         "contents": (folder / ".metadata").unlink,
         "shard": shard.unlink,
         "truncated": lambda: shard.write_bytes(b""),
-        "pickle": lambda: (folder / ".metadata").write_bytes(pickle.dumps(Runs(folder))),
+        "pickle": lambda: (folder / ".metadata").write_bytes(pickle.dumps(Evil(folder / "ran"))),
     }[how]()
     with pytest.raises(FileError, match="mkdir" if how == "pickle" else None):
         ba.Posterior.load(folder, build(3, 5, 1))

@@ -11,7 +11,7 @@ import torch
 import bayesadam as ba
 from bayesadam.errors import FileError, SettingError
 from bayesadam.readers.rotated import eigenbasis
-from cases import trained
+from cases import train, trained
 from floats import approx, assert_close
 from weights.cases_structures import DELTA, STRUCTURES, N, curvature, dense, flat, names_of, posterior_of
 
@@ -140,10 +140,7 @@ def test_a_vectors_own_curvature_is_that_of_its_recorded_gradients():
     model = torch.nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     recorder = ba.Recorder(optimizer, keep=2, every=1)
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(8, 3).double()).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=4)
     with pytest.warns(ba.errors.BayesAdamWarning, match="2 gradients behind it"):
         q = ba.Posterior.from_recorder(model, recorder, N, prior_precision=DELTA, batch_size=8)
     g = recorder.gradients(model)["bias"]

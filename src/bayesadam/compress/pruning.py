@@ -23,7 +23,7 @@ from bayesadam.compress.ranking import (
     excluded,
     masks,
     parsed,
-    removals,
+    remaining,
     weight_scores,
 )
 from bayesadam.compress.report import PruningReport
@@ -168,8 +168,8 @@ def prune_checkpoint(
 ) -> PruningReport:
     """Write a checkpoint again with a share of its weights at zero, lowest score first; all else in it stays.
 
-    No model and no data are needed. Of the weights one tensor at a time is in memory, and of all a mask; scores are in
-    a temporary file. The report has the parameters with a state; buffers and frozen weights have no row.
+    No model and no data are needed. Of the weights one tensor at a time is in memory; scores are in a temporary file.
+    The report has the parameters with a state; buffers and frozen weights have no row.
 
     Args:
         path: a file or folder that the trainer saved, see `read_checkpoint`.
@@ -185,7 +185,7 @@ def prune_checkpoint(
     saved = replace(saved, curvature=Diagonal(Lazy(outline, saved.curvature.diagonal)))
     ranked = {name: outline[name] for name in eligible(saved, ranking, exclude, checkpoint.weights)}
     scores = Lazy(ranked, lambda name: weight_scores(saved, ranking, [name])[name])
-    kept = {name: ~gone for name, gone in removals(scores, scope, fraction).items()}
+    kept = remaining(scores, scope, fraction)
     write_pruned(checkpoint, kept, out)
     parameters = {name: tensor for name, tensor in checkpoint.weights.items() if name in outline}
     report = PruningReport.of_file(checkpoint, parameters, kept, out)

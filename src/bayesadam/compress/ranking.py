@@ -20,7 +20,7 @@ from bayesadam._checks import is_number
 from bayesadam._warnings import warn
 from bayesadam.compress.masking import Owner, owners
 from bayesadam.errors import MatchError, SettingError
-from bayesadam.readers.formats.lazy import Lazy, outline_of
+from bayesadam.readers.formats.lazy import Lazy, meta, outline_of
 from bayesadam.weights.gaussian import GaussianWeights
 from bayesadam.weights.mixture import require_one_network
 from bayesadam.weights.named import Named
@@ -34,6 +34,8 @@ Exclude = str | Sequence[str]
 # Kinds of parameters to exclude, by the names of their modules' classes; biases are known by their own names.
 _CLASSES = {"norms": r"Norm(\d*d)?$", "embeddings": r"Embedding(s|Bag)?$"}
 Array = npt.NDArray[Any]
+# Weights that a cache holds, with what is computed of them.
+_PART = 1 << 20
 
 # Scores of θ, v̂ and the posterior's rule of precisions, by name.
 RANKINGS: dict[str, Callable[[Tensor, Tensor, PrecisionRule], Tensor]] = {
@@ -75,13 +77,26 @@ def weight_scores(
             score = ranking[name]
         else:
             rule = PrecisionRule.of(posterior.settings, posterior.prior_precision[name])
-            score = RANKINGS[ranking](theta, posterior.curvature.second_moment[name], rule)
+            score = _scored(RANKINGS[ranking], theta, posterior.curvature.second_moment[name], rule)
         if score.shape != theta.shape:
             raise MatchError(f"the scores of {name!r} must have shape {tuple(theta.shape)}, got {tuple(score.shape)}")
-        if bad := int(torch.isnan(score).sum()):
+        # The least of what has a NaN is one.
+        if score.numel() and bool(score.aminmax().min.isnan()):
+            bad = int(torch.count_nonzero(score.isnan()))
             raise MatchError(f"{bad} of the {score.numel()} scores of {name!r} are NaN: see bayesadam.doctor")
         scores[name] = score.detach().to(theta.device, None if score.is_floating_point() else torch.float64)
     return scores
+
+
+def _scored(score: Callable[..., Tensor], theta: Tensor, v: Tensor, rule: PrecisionRule) -> Tensor:
+    """The scores of one parameter, on a CPU in parts that its cache holds."""
+    if theta.device.type != "cpu" or isinstance(rule.delta, Tensor) or theta.numel() <= _PART:
+        return score(theta, v, rule)
+    flat, v = theta.reshape(-1), v.reshape(-1)
+    scores = torch.empty_like(flat, dtype=score(flat[:1], v[:1], rule).dtype)
+    for at in range(0, len(flat), _PART):
+        scores[at : at + _PART] = score(flat[at : at + _PART], v[at : at + _PART], rule)
+    return scores.view(theta.shape)
 
 
 def masks(
@@ -119,7 +134,7 @@ def masks(
     buffers = dict(posterior.model.named_buffers()) if isinstance(posterior, Posterior) else tensors
     names = eligible(posterior, ranking, exclude, buffers, only)
     if fraction is not None:
-        kept = {n: ~gone for n, gone in removals(weight_scores(posterior, ranking, names), scope, fraction).items()}
+        kept = remaining(weight_scores(posterior, ranking, names), scope, fraction)
     else:
         kept = _pattern_masks(posterior, str(pattern), ranking, names)
     like = posterior.parameters() if isinstance(posterior, Posterior) else outline_of(posterior.mode)
@@ -213,39 +228,62 @@ def check_amount(fraction: float | None, scope: Scope, pattern: str | None = Non
         raise SettingError(f"scope must be one of {', '.join(map(repr, get_args(Scope)))}, got {scope!r}")
 
 
-def removals(scores: Named, scope: Scope, fraction: float) -> dict[str, Tensor]:
-    """Masks, True at the lowest scores, equal ones by position; scores that are on the disk are read once."""
+def remaining(scores: Named, scope: Scope, fraction: float) -> Named:
+    """Masks, False at the lowest scores, equal ones by position; of scores that are on the disk, made when accessed."""
     like = outline_of(scores)
     if not like:
         return {}
     usual = all(x.dtype in (torch.float16, torch.bfloat16, torch.float32) for x in like.values())
-    kind, cuts = np.float32 if usual else np.float64, np.cumsum([x.numel() for x in like.values()])
+    cuts, on_disk = np.cumsum([x.numel() for x in like.values()]), isinstance(scores, Lazy)
 
-    def room() -> Array:
+    def room() -> list[Array]:
         """Memory for all scores, on the disk where they are."""
-        on_disk = isinstance(scores, Lazy) and cuts[-1] > 0
-        return np.memmap(TemporaryFile(), kind, shape=(cuts[-1],)) if on_disk else np.empty(cuts[-1], kind)
+        kind, size = np.float32 if usual else np.float64, cuts[-1]
+        whole = np.memmap(TemporaryFile(), kind, shape=(size,)) if on_disk and size else np.empty(size, kind)  # noqa: SIM115
+        return [whole, *np.split(whole, cuts[:-1])]
 
-    every = room()
-    parts = np.split(every, cuts[:-1])
+    every, *parts = room()
     for name, part in zip(like, parts, strict=True):
-        part[:] = scores[name].cpu().double().flatten().numpy()
+        part[:] = (scores[name].cpu().float() if usual else scores[name].cpu().double()).flatten().numpy()
         if scope == "bounded":
-            part[~_lowest(part, part.size - math.ceil((1 - fraction) / 4 * part.size), part.copy())] = math.inf
+            competing = part.size - math.ceil((1 - fraction) / 4 * part.size)
+            part[_above(part, *_cut(part.copy(), competing))] = math.inf
     if scope == "layer":
-        found = [_lowest(part, round(fraction * part.size), part.copy()) for part in parts]
+        ends = [_cut(part.copy(), round(fraction * part.size)) for part in parts]
     else:
-        order = room()
+        order = room()[0]
         order[:] = every
-        found = np.split(_lowest(every, round(fraction * every.size), order), cuts[:-1])
-    return {name: torch.from_numpy(mask).view(x.shape) for (name, x), mask in zip(like.items(), found, strict=True)}
+        value, equal = _cut(order, round(fraction * every.size))
+        there = np.cumsum([np.count_nonzero(part == value) for part in parts])
+        ends = [(value, number) for number in np.diff(np.minimum(there, equal), prepend=0)]
+    made = dict(zip(like, zip(parts, ends, strict=True), strict=True))
+
+    def mask(name: str) -> Tensor:
+        part, end = made[name]
+        return torch.from_numpy(_above(part, *end)).view(like[name].shape)
+
+    return (
+        Lazy({n: meta(tuple(x.shape), torch.bool) for n, x in like.items()}, mask)
+        if on_disk
+        else {n: mask(n) for n in like}
+    )
 
 
-def _lowest(scores: Array, count: int, order: Array) -> npt.NDArray[np.bool_]:
-    """True at the `count` lowest; `order`, a copy of the scores, is written to."""
-    below = np.zeros(scores.size, bool)
-    if count:
-        order.partition(count - 1)
-        np.less(scores, order[count - 1], out=below)
-        below[np.flatnonzero(scores == order[count - 1])[: count - np.count_nonzero(below)]] = True
-    return below
+def _cut(order: Array, count: int) -> tuple[float, int]:
+    """The greatest of the `count` lowest, and how many of these are as great; `order` is written to."""
+    if not count:
+        return -math.inf, 0
+    order.partition(count - 1)
+    return float(order[count - 1]), int(np.count_nonzero(order[:count] == order[count - 1]))
+
+
+def _above(scores: Array, value: float, equal: int) -> npt.NDArray[np.bool_]:
+    """True above a value, and at it but for so many first ones."""
+    above = scores >= value
+    for start in range(0, scores.size, _PART):
+        if not equal:
+            break
+        places = np.flatnonzero(scores[start : start + _PART] == value)[:equal]
+        above[start + places] = False
+        equal -= len(places)
+    return above

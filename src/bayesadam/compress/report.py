@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from bayesadam._tables import aligned
 from bayesadam.readers import Checkpoint
 from bayesadam.weights.named import AnyPath, Named
@@ -30,7 +32,7 @@ class PruningReport:
     @classmethod
     def of(cls, parameters: Named, kept: Named, notes: tuple[str, ...] = ()) -> PruningReport:
         """The report of masks, by the names of the parameters; one without a mask stays whole."""
-        counts = {name: int(mask.sum()) for name, mask in kept.items()}
+        counts = {name: int(torch.count_nonzero(mask)) for name, mask in kept.items()}
         rows = {name: (p.numel(), counts.get(name, p.numel())) for name, p in parameters.items()}
         return cls(rows, sum(weights for weights, _ in rows.values()), sum(left for _, left in rows.values()), notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from bayesadam.predict.batches import (
 )
 from bayesadam.predict.network import Call, Forward, Gaussian, evaluating, widened
 from bayesadam.predict.plan import Pass, Plan, agree, batched_grad, check_alone, examined, plan_for, pulled_back
-from bayesadam.predict.uses import Addend, Product, Pulled, contracted
+from bayesadam.predict.uses import Addend, Product, Pulled, columns_of, contracted, contracted_columns
 from bayesadam.readers.rotated import Rotation
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.inputs import InputSide
@@ -38,8 +39,9 @@ BUDGET = (8 if torch.cuda.is_available() else 1) << 30
 _OUTPUTS_AT_ONCE = 64
 # Among more, a weight that one example alone uses in another way would hide behind rounding.
 _EXAMPLES_AT_ONCE = 4096
-# Activations of all examples that keep a GPU busy.
+# Activations of all examples that keep a GPU busy; those that a CPU's caches take, and examples that are worth a pass.
 _BUSY = 1 << 24
+_CACHED, _LEAST = 1 << 23, 256
 
 
 def linearised(
@@ -132,7 +134,10 @@ def _chunking(task: _Task, plan: Plan, size: int) -> tuple[int, int]:
     while True:
         needed = plan.activations * like.element_size() * (4 + 2 * at_once if at_once > 1 else 3)
         if needed <= BUDGET:
-            return min(BUDGET // needed, size, _EXAMPLES_AT_ONCE), sys.maxsize if task.covariance else at_once
+            most = min(BUDGET // needed, size, _EXAMPLES_AT_ONCE)
+            most = most if like.is_cuda else min(most, max(_LEAST, _CACHED // plan.activations))
+            # In parts of about the same size.
+            return math.ceil(size / math.ceil(size / most)), sys.maxsize if task.covariance else at_once
         if task.covariance or at_once == 1:
             cheaper = "variances alone (covariance=False)" if task.covariance else "draws of the weights"
             raise SettingError(
@@ -186,8 +191,15 @@ def _add_layers(task: _Task, run: Pass, at_once: int, variance: Tensor, blocks: 
             if d is not None:
                 part = use.start if use.rotation is None else None
                 groups.setdefault((use.name, part), []).append((use, d))
-        for (name, _), pulled in groups.items():
-            share = contracted(pulled, size, [s[name] for s in task.variances], task.covariance)
+        matrices: dict[Any, list[list[Pulled]]] = {}
+        for key, pulled in groups.items():
+            matrices.setdefault(columns_of(pulled) or key, []).append(pulled)
+        for columns in matrices.values():
+            if len(columns) > 1:
+                share = contracted_columns([pulled[0] for pulled in columns], size, task.variances, task.covariance)
+            else:
+                name = columns[0][0][0].name
+                share = contracted(columns[0], size, [s[name] for s in task.variances], task.covariance)
             (blocks if task.covariance else variance[:, :, start:stop]).add_(share)
 
 
@@ -203,7 +215,7 @@ def _rotated(run: Pass, structure: Diagonal) -> Pass:
     odd = set(run.odd)
     for use in run.explained:
         places.setdefault(use.name, []).append(use.at)
-        product, whole = isinstance(use, Product) and use.groups == 1, use.rows is None
+        product, whole = isinstance(use, Product) and use.is_matrix, use.rows is None
         if (base := structure.bases.get(use.name)) is not None:
             # Rows are mixed by the left basis alone.
             has_form = (product and (whole or base.left is not None)) or (isinstance(use, Addend) and whole)

@@ -18,7 +18,7 @@ from bayesadam.errors import BayesAdamError, MatchError
 from bayesadam.predict.batches import batch_size, chosen_examples, examples, is_ragged
 from bayesadam.predict.network import Call, mixes_examples, require_rows, widened
 from bayesadam.predict.recording import recorded
-from bayesadam.predict.uses import Addend, Use, joined
+from bayesadam.predict.uses import Addend, Use, batch_first, joined
 
 _PLANS_KEPT = 256
 
@@ -84,25 +84,50 @@ def _examined(call: Call, inputs: Any, shared: tuple[str, ...], at_once: int) ->
         r = r if len(r) > 1 else torch.ones_like(r)
         # Signs alternate, so that a wrong layout is far off and not hidden behind the average.
         s = ((torch.rand(size, generator=generator) + 0.5) * (-1.0) ** torch.arange(size)).to(flat)
-        grads = vector_jacobian(flat, list(call.leaves.values()), s[:, None] * r)
-    edges, ds = [use.edge for use in uses], None
+        outlets = list(dict.fromkeys(outlet for use in uses for outlet in use.outlets))
+        ends = [edge for edge, _ in outlets]
+        grads = vector_jacobian(flat, [*call.leaves.values(), *ends], s[:, None] * r)
+    edges, ds = [*ends, *(use.edge for use in uses)], None
     if flat.shape[1] <= at_once:
         ds = pulled_back(flat, edges, 0, flat.shape[1])
         along = [d if d is None else d[0] if len(d) == 1 else torch.tensordot(r.to(d), d, dims=1) for d in ds]
     else:
         along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
-    reached = {i: d for i, d in enumerate(along) if d is not None}
+    reached = {i: d for i, d in enumerate(along[len(ends) :]) if d is not None}
+    weighted = grads[len(call.leaves) :]
+    apart = {
+        outlet for outlet, d, of_s in zip(outlets, along, weighted, strict=False) if _is_apart(outlet[1], d, of_s, s)
+    }
     explained: dict[int, Use] = {}
     odd = []
     with torch.autocast(flat.device.type, enabled=False), torch.no_grad():
-        for name, grad in zip(call.leaves, grads, strict=True):
+        for name, grad in zip(call.leaves, grads, strict=False):
             numbers = [i for i in reached if uses[i].name == name]
-            if grad is not None:
+            if any(uses[i].outlets for i in numbers):
+                # Autograd knows of none of these uses: a gradient is that of others.
+                right = grad is None and all(apart.issuperset(uses[i].outlets) for i in numbers)
+                explained |= {i: uses[i] for i in numbers if right}
+                odd += [] if right else [name]
+            elif grad is not None:
                 matches = _agreeing([(uses[i], reached[i]) for i in numbers], widened(dense(grad)), s)
                 explained |= zip(numbers, matches or (), strict=False)
                 odd += [name] if matches is None else []
     order = sorted(explained)
-    return Pass(output, flat, uses, [explained[i] for i in order], tuple(odd), ds and [ds[i] for i in order])
+    ds = ds and [ds[len(ends) + i] for i in order]
+    return Pass(output, flat, uses, [explained[i] for i in order], tuple(odd), ds)
+
+
+def _is_apart(batch: int, d: Tensor | None, weighted: Tensor | None, s: Tensor) -> bool:
+    """Whether weights s of the examples weight their rows of D, in this dimension."""
+    if d is None or weighted is None:
+        return d is weighted
+    try:
+        rows, of_s = (batch_first(g.movedim(batch, 0), len(s), 0).flatten(1) for g in (d, weighted))
+    except RuntimeError:
+        return False
+    # All entries of a row have a part in one number.
+    mix = torch.randn(rows.shape[1], generator=torch.Generator().manual_seed(1)).to(rows)
+    return agree((rows @ mix) * s.to(rows), of_s @ mix)
 
 
 def pulled_back(flat: Tensor, edges: Sequence[GradientEdge], start: int, stop: int) -> Sequence[Tensor | None]:
@@ -157,7 +182,7 @@ def _agreeing(uses: Sequence[tuple[Use, Tensor]], truth: Tensor, s: Tensor) -> l
             for use, (_, d) in zip(tried, uses, strict=True):
                 part = use.of(ours)
                 part += use.total(d.to(ours.dtype), s.to(ours.dtype), part.shape)
-        except (RuntimeError, IndexError):
+        except (RuntimeError, IndexError, TypeError):
             continue
         if (found := disagreement(ours, truth)) <= error:
             error, best = found, tried

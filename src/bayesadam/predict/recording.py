@@ -12,27 +12,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 
 from bayesadam.predict.batches import batch_size
 from bayesadam.predict.matrices import is_transposed_linear
 from bayesadam.predict.network import Call
+from bayesadam.predict.recurrent import run_recurrent
 from bayesadam.predict.tap import first_input, watched
 from bayesadam.predict.uses import Addend, Layout, Lookup, Product, Use, batch_first, batch_second
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-_KNOWN = (
-    *_LINEAR, *_CONVOLUTIONS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-    nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.MultiheadAttention, nn.RNN, nn.GRU, nn.LSTM,
+# Layers that multiply by a weight a channel, and those that do by one a feature.
+_BY_CHANNEL = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+    nn.GroupNorm, nn.PReLU,
 )  # fmt: skip
+_BY_FEATURE = (nn.LayerNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
+_KNOWN = (
+    *_LINEAR, *_CONVOLUTIONS, *_BY_CHANNEL, *_BY_FEATURE, *_RECURRENT, nn.Embedding, nn.MultiheadAttention,
+)  # fmt: skip
 _FREE: tuple[Layout, ...] = (batch_first, batch_second)
 _FIRST: tuple[Layout, ...] = (batch_first,)
 # The kind of a use, its parameter, the layer's output and the use's other fields.
 _Note = tuple[type[Use], Tensor | None, Tensor, dict[str, Any]]
 
 
-def recorded(call: Call, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[list[Use], Tensor]:
+def recorded(
+    call: Call, inputs: Any, shared: tuple[str, ...] = (), *, recurrent: bool = True
+) -> tuple[list[Use], Tensor]:
     """The uses of the parameters in a forward pass at μ, and its output; those `shared` by all examples are copied.
 
     A layer whose class was changed, or a parameter used in another way, is not noticed here: `explained` compares
@@ -72,13 +81,19 @@ def recorded(call: Call, inputs: Any, shared: tuple[str, ...] = ()) -> tuple[lis
         # What follows may work in place; D is wanted at the layer's own output.
         return output.clone() if isinstance(output, Tensor) else None
 
-    known = (module for module in call.model.modules() if type(module) in _KNOWN or is_transposed_linear(module))
-    with watched(known, see), ExitStack() as undo:
-        for module in call.model.modules():
-            if type(module) in _RECURRENT and "forward" not in vars(module):
+    known = (m for m in call.model.modules() if type(m) in _KNOWN or is_transposed_linear(m) or _is_norm(m))
+    replaceable = [m for m in call.model.modules() if recurrent and type(m) in _RECURRENT and "forward" not in vars(m)]
+    try:
+        with watched(known, see), ExitStack() as undo:
+            for module in replaceable:
                 module.forward = partial(_recurrent, module, steps)
                 undo.callback(delattr, module, "forward")
-        output = call({**leaves, **copies}, inputs)
+            output = call({**leaves, **copies}, inputs)
+    except RuntimeError:
+        if not replaceable:
+            raise
+        # The model takes gradients within its forward pass: with respect to weights, or to be differentiated again.
+        return recorded(call, inputs, shared, recurrent=False)
     for name, copy in copies.items():
         uses.append(Addend(name=name, edge=get_gradient_edge(copy), shape=copy.shape, layouts=_FIRST))
     return uses, output
@@ -103,17 +118,25 @@ def _noted(m: Any, a: Tensor, z: Tensor) -> list[_Note]:
     if isinstance(m, _LINEAR) or is_transposed_linear(m):
         product = {**free, "input": a, "inputs_first": not isinstance(m, _LINEAR)}
         return [(Product, m.weight, z, product), (Addend, getattr(m, "bias", None), z, free)]
-    x = a.detach()
-    if isinstance(m, nn.LayerNorm | nn.RMSNorm):
-        normalise: Any = F.layer_norm if isinstance(m, nn.LayerNorm) else F.rms_norm
-        how, scale = free, partial(normalise, x, m.normalized_shape, eps=m.eps)
-    elif isinstance(m, nn.GroupNorm):
-        how, scale = first, partial(F.group_norm, x, m.num_groups, eps=m.eps)
-    elif m.running_mean is not None:
-        how, scale = first, partial(F.batch_norm, x, m.running_mean, m.running_var, eps=m.eps)
-    else:
-        return []
-    return [(Addend, m.weight, z, {**how, "scale": scale}), (Addend, getattr(m, "bias", None), z, how)]
+    how = first if isinstance(m, _BY_CHANNEL) and m.weight is not None and m.weight.numel() > 1 else free
+    slope = partial(_slope, m, a.detach())
+    return [(Addend, m.weight, z, {**how, "scale": slope}), (Addend, getattr(m, "bias", None), z, how)]
+
+
+def _is_norm(m: nn.Module) -> bool:
+    """Whether, by its name, it is a norm of somebody's own; autograd will tell."""
+    named = {name: p.dim() for name, p in m.named_parameters()}
+    return type(m).__name__.endswith(("RMSNorm", "LayerNorm")) and named in ({"weight": 1}, {"weight": 1, "bias": 1})
+
+
+def _slope(m: Any, x: Tensor) -> Tensor:
+    """What a layer multiplies its weight by."""
+    one = torch.ones_like(m.weight)
+    zeros = {name: torch.zeros_like(p) for name, p in m.named_parameters()}
+    with torch.no_grad():
+        ends = [functional_call(m, {**zeros, "weight": w}, (x.to(one),)) for w in (one, 0 * one)]
+    slope: Tensor = ends[0] - ends[1]
+    return slope
 
 
 # Of attention: the weight, the rows of it in use, the input, the bias and the rows of that → the projected input.
@@ -172,48 +195,14 @@ def linear(weight: Tensor, rows: slice | None, a: Tensor, bias: Tensor | None, b
 
 
 def _recurrent(m: Any, noted: dict[nn.Module, list[_Note]], x: Any, hx: Any = None) -> Any:
-    """The result of a recurrent layer, step by step, with the uses of its parameters in `noted`."""
-    if not isinstance(x, Tensor) or x.dim() != 3:
+    """The result of a recurrent layer, with the uses of its parameters in `noted`."""
+    # A weight that is made of other parameters leads to those.
+    if not isinstance(x, Tensor) or x.dim() != 3 or not all(weight.is_leaf for weight in m._flat_weights):
         return type(m).forward(m, x, hx)
-    notes = noted[m] = []
-
-    def project(a: Tensor, weight: str, bias: str) -> Tensor:
-        z = F.linear(a, getattr(m, weight), getattr(m, bias, None))
-        notes.append((Product, getattr(m, weight), z, {"layouts": _FIRST, "input": a}))
-        notes.append((Addend, getattr(m, bias, None), z, {"layouts": _FIRST}))
-        return z
-
-    a = x if m.batch_first else x.transpose(0, 1)
-    starts = hx if isinstance(hx, tuple) else (hx, None)
-    ends: list[tuple[Tensor, Tensor]] = []
-    for layer in range(m.num_layers):
-        ways = []
-        for way in ("", "_reverse") if m.bidirectional else ("",):
-            name = f"l{layer}{way}"
-            widths = m.proj_size or m.hidden_size, m.hidden_size
-            given = (None if s is None else s[len(ends)] for s in starts)
-            h, c = (a.new_zeros(len(a), w) if s is None else s for w, s in zip(widths, given, strict=True))
-            steps = project(a, f"weight_ih_{name}", f"bias_ih_{name}").unbind(dim=1)
-            hs = []
-            for step in reversed(steps) if way else steps:
-                h, c = _stepped(m, step, project(h, f"weight_hh_{name}", f"bias_hh_{name}"), h, c)
-                h = project(h, f"weight_hr_{name}", "") if m.proj_size else h
-                hs.append(h)
-            ways.append(torch.stack(hs[::-1] if way else hs, dim=1))
-            ends.append((h, c))
-        a = torch.cat(ways, dim=2)
-    h, c = (torch.stack(last) for last in zip(*ends, strict=True))
-    return a if m.batch_first else a.transpose(0, 1), (h, c) if isinstance(m, nn.LSTM) else h
-
-
-def _stepped(m: Any, x: Tensor, z: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The next h and c of a recurrent layer, of the projections of its input and of h."""
-    if isinstance(m, nn.LSTM):
-        i, f, g, o = (x + z).chunk(4, dim=1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        return o.sigmoid() * c.tanh(), c
-    if isinstance(m, nn.GRU):
-        (xr, xu, xn), (zr, zu, zn) = x.chunk(3, dim=1), z.chunk(3, dim=1)
-        new = (xn + (xr + zr).sigmoid() * zn).tanh()
-        return new + (xu + zu).sigmoid() * (h - new), c
-    return (x + z).relu() if m.nonlinearity == "relu" else (x + z).tanh(), c
+    result, arrivals, outputs = run_recurrent(m, x, hx)
+    fields = {"layouts": _FIRST, "outlets": tuple((get_gradient_edge(y), at) for y, at in outputs if y.requires_grad)}
+    noted[m] = [
+        (Addend, weight, z, fields) if a is None else (Product, weight, z, {**fields, "input": a})
+        for weight, z, a in arrivals
+    ]
+    return result

@@ -78,7 +78,7 @@ def _sides(run: Pass, size: int) -> dict[str, _Side | None]:
 
 
 def _side(uses: list[Use], biases: set[str | None], size: int) -> _Side | None:
-    products = [use for use in uses if isinstance(use, Product) and use.groups == 1]
+    products = [use for use in uses if isinstance(use, Product) and use.is_matrix]
     # Rows of one matrix that project the same tensor are one use.
     alike = {id(use.input): use for use in products}
     if len(products) < len(uses) or len(biases) > 1 or (products[0].rows is not None and len(alike) > 1):

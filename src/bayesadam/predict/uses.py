@@ -20,9 +20,12 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from bayesadam.errors import MatchError
 from bayesadam.readers import Rotation
 from bayesadam.weights.inputs import InputSide
+from bayesadam.weights.named import Named
 
 # Brings a layer's tensor, of so many examples and after so many other dimensions, into the form (b, positions, ...).
 Layout = Callable[[Tensor, int, int], Tensor]
+# An output of a layer as an edge of the graph, and the dimension of its batch.
+Outlet = tuple[GradientEdge, int]
 # Gradients of one parameter are formed in pieces of this many entries and dropped: on a CPU they fit a cache, on
 # another device they fill it with work.
 _PIECE = 1 << 21
@@ -52,6 +55,8 @@ class Use(ABC):
         layouts: ways in which the examples may lie in this layer's tensors; the first is taken.
         rows: the rows of the parameter in use, where it is not the whole.
         rotation: the coordinates in which the parameter's variances are, where they are not its own.
+        outlets: what all gradients come through of a layer that keeps examples apart and gives autograd none of its
+            parameters'; that they are apart up to there is seen there.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Use(ABC):
     layouts: tuple[Layout, ...]
     rows: slice | None = None
     rotation: Rotation | InputSide | None = None
+    outlets: tuple[Outlet, ...] = ()
 
     @property
     def at(self) -> tuple[Any, int]:
@@ -100,9 +106,21 @@ class Product(Use):
     inputs_first: bool = False
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part in use, (outputs, ...); coordinates of known inputs are so already."""
+        """The part in use, (outputs, ...), or (groups, outputs, ...); coordinates of known inputs are so already."""
+        if self.transposed:
+            return tensor.reshape(self.groups, -1, *tensor.shape[1:]).transpose(1, 2)
         turned = self.inputs_first and not isinstance(self.rotation, InputSide)
         return tensor.mT if turned else super().of(tensor)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether it is a transposed convolution, whose weight is (inputs, outputs / groups, *kernel)."""
+        return isinstance(self.convolution, _ConvTransposeNd)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the weight is one matrix, (outputs, inputs) or the other way round, as rotations take it."""
+        return self.groups == 1 and not self.transposed
 
     @property
     def groups(self) -> int:
@@ -134,6 +152,8 @@ class Product(Use):
             y = self.layout(self.input.detach(), size, 0).reshape(size, 1, -1, self.input.shape[-1])
         else:
             seen = patches(self.convolution, self.input.detach(), self.shape[2:])
+            # A transposed one has its kernel turned round there.
+            seen = seen.flip(*range(2, len(self.shape))) if self.transposed else seen
             seen = seen.reshape(len(seen), self.groups, -1, self.shape[2:].numel()).transpose(2, 3)
             y = self.layout(seen, size, 0).transpose(1, 2).flatten(2, 3)
         return F.pad(y, (0, 1), value=1.0) if constant else y
@@ -258,8 +278,32 @@ def contracted(pulled: Sequence[Pulled], size: int, variances: Sequence[Tensor],
         return _lookups(rows, ids, factors, variances, covariance)
     assert isinstance(first, Product)
     assert factors is not None
-    parts = [s.reshape(first.groups, len(s) // first.groups, -1) for s in variances]
+    parts = [s.reshape(first.groups, -1, factors[1].shape[-1]) for s in variances]
     return _products(*factors, parts, covariance)
+
+
+def columns_of(pulled: Sequence[Pulled]) -> Any:
+    """The same of parameters that are columns of one matrix, of the same D at several positions; None of others.
+
+    Of W a + V h + b + …, the matrix is (W, V, b, …) and its inputs are (a, h, 1, …).
+    """
+    use, d = pulled[0]
+    linear = isinstance(use, Product) and use.convolution is None and not use.inputs_first
+    constant = isinstance(use, Addend) and use.scale is None and not use.channel
+    if len(pulled) > 1 or use.rows is not None or use.rotation is not None or not (linear or constant) or d.dim() < 4:
+        return None
+    return d.data_ptr(), d.shape, d.stride(), use.layouts
+
+
+def contracted_columns(pulled: Sequence[Pulled], size: int, variances: Sequence[Named], covariance: bool) -> Tensor:
+    """The same as the sum of what is contracted of each, in one product."""
+    (first, d), width = pulled[0], pulled[0][1].shape[-1]
+    like = variances[0][first.name]
+    x = first.layout(d.to(like.dtype), size, 1).reshape(len(d), size, 1, -1, width)
+    one = x.new_ones(()).expand(size, 1, x.shape[3], 1)
+    y = torch.cat([use.inputs(size).to(x) if isinstance(use, Product) else one for use, _ in pulled], dim=3)
+    parts = [torch.cat([s[use.name].reshape(1, width, -1) for use, _ in pulled], dim=2) for s in variances]
+    return _products(x, y, parts, covariance)
 
 
 def _lookups(

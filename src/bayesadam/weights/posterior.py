@@ -345,7 +345,8 @@ class Posterior(Gaussian):
 
         Of a loader an iterator of predictions, one for each batch, whose targets are left out. Where the inputs require
         gradients, moments have them. Of 20,000 outputs, or of one of many positions, ask for those that matter:
-        `forward=lambda model, x: model(x)[:, index]`.
+        `forward=lambda model, x: model(x)[:, index]`; of many classes `ba.calibrate(posterior, held_out)(x)` answers in
+        one forward pass.
 
         Args:
             inputs: a tensor, a tuple or list of them (`model(*inputs)`) or a mapping (`model(**inputs)`); the batch

@@ -15,6 +15,7 @@ import shutil
 import struct
 import zipfile
 import zlib
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -267,6 +268,7 @@ def rewrite(source: Path, keys: Collection[Keys], weights: Callable[[Keys], Tens
     # What is written to this view is written to the file.
     view = mapped(target, mmap.ACCESS_WRITE)
     tree, start = load_view(view, str(source)), torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    changed = []
     for path in keys:
         weight = tree
         for part in path:
@@ -277,13 +279,15 @@ def rewrite(source: Path, keys: Collection[Keys], weights: Callable[[Keys], Tens
                 "choose a path that ends in .safetensors"
             )
         weight.copy_(weights(path))
-    # Checksums of what is not compressed.
+        changed.append(weight.data_ptr() - start)
+    # Checksums of the members that were changed.
+    changed.sort()
     with zipfile.ZipFile(as_file(view)) as archive:
         listed = archive.start_dir
         for info in archive.infolist():
-            if info.compress_type == zipfile.ZIP_STORED:
-                begin = begin_of(view, info)
-                end = begin + info.file_size
+            begin = begin_of(view, info)
+            end = begin + info.file_size
+            if bisect_left(changed, begin) < bisect_left(changed, end):
                 # torch writes it after the content, behind a mark.
                 place = end + 4 if view[end : end + 4] == _SUM_FOLLOWS else info.header_offset + 14
                 checksum = struct.pack("<I", zlib.crc32(view[begin:end]))
