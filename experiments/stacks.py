@@ -3,18 +3,20 @@
 `bayesadam.engine` trains by Adam. Here a rule may perturb the weights, and its memory be any tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, flatten, initial, unflatten
 from bayesadam.engine.rules import EPS
-from bayesadam.engine.stack import Batch, Schedule
+from bayesadam.engine.stack import Schedule
 from bayesadam.engine.streams import Streams, epochs
 from experiments.rules import Adam, Drawn, Gaussian, Rule, Step
 
+Batch = Callable[[Tensor], tuple[Tensor, Slope]]
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK = 256
 _LONG_EPOCH = 20

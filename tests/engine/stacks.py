@@ -24,13 +24,14 @@ def rows(seeds: int) -> Tensor:
     return torch.randint(N, (STEPS, seeds, SIZE), generator=torch.Generator().manual_seed(1))
 
 
-def batch(chosen: Tensor):
+def batches(block: Tensor):
     x, y = data()
-    return x[chosen], lambda f: loss_and_slope(lambda g: (g - y[chosen]).square().mean(dim=(1, 2)), f)[1]
+    for chosen in block:
+        yield x[chosen], lambda f: loss_and_slope(lambda g: (g - y[chosen]).square().mean(dim=(1, 2)), f)[1]
 
 
 def stack_of(rule: Adam, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
-    stack = Stack(network, rule, seeds, batch, **options)
+    stack = Stack(network, rule, seeds, batches, **options)
     train(stack, [rows(len(seeds))], constant(LR))
     return stack
 

@@ -13,7 +13,7 @@ from bayesadam.engine.network import ACTIVATIONS, flatten, forward, initial, unf
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.stack import Stack, constant, cosine, train
 from bayesadam.engine.streams import Streams
-from engine.stacks import LR, NETWORK, SIZE, batch, data, rows, stack_of
+from engine.stacks import LR, NETWORK, SIZE, batches, data, rows, stack_of
 from floats import assert_close
 
 
@@ -67,7 +67,7 @@ def test_dropout_trains_under_its_masks():
 def test_a_stack_resumes_from_its_tensors():
     network = replace(NETWORK, dropout=0.2)
     whole, half = (stack_of(Adam(), network=network, average=0.9) for _ in range(2))
-    resumed = Stack(network, Adam(), (0, 1), whole.batch, average=0.9)
+    resumed = Stack(network, Adam(), (0, 1), whole.batches, average=0.9)
     for key, tensor in resumed.tensors().items():
         tensor.copy_(half.tensors()[key])
     resumed.done = half.done
@@ -81,7 +81,7 @@ def test_a_stack_resumes_from_its_tensors():
 def test_averages_clips_penalties_and_schedules():
     averaged = stack_of(Adam(), average=0.5)
     assert not torch.equal(averaged.mean, averaged.weights)
-    decayed, pulled = stack_of(Adam(weight_decay=0.1)), Stack(NETWORK, Adam(), (0, 1), batch)
+    decayed, pulled = stack_of(Adam(weight_decay=0.1)), Stack(NETWORK, Adam(), (0, 1), batches)
     pulled.penalty = 0.1
     train(pulled, [rows(2)], constant(LR))
     assert_close(pulled.weights, decayed.weights, rtol=1e-5, atol=1e-7)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,10 @@ def best_shares(mean: Sequence[float], std: Sequence[float]) -> list[float]:
         shares[best], reached, best = end - reached, end, arm
 
 
+def _slope(target: Tensor, weight: Tensor, outputs: Tensor) -> Tensor:
+    return outputs.sub_(target).mul_(weight)
+
+
 @dataclass(eq=False)
 class Belief:
     """What decides: both heads, the network's hidden layers, and the share s of the head on the last of them.
@@ -114,7 +119,7 @@ class Hybrid:
     def __init__(self, settings: HybridSettings, n_features: int, n_arms: int, seed: int) -> None:
         self.settings, self.n_features, self.n_arms, self.seed = settings, n_features, n_arms, seed
         self.network = Network(n_features, settings.hidden, n_arms, dropout=settings.dropout)
-        self.stack = Stack(self.network, Adam(), [seed], self._batch, average=settings.average, clip=_CLIP)
+        self.stack = Stack(self.network, Adam(), [seed], self._batches, average=settings.average, clip=_CLIP)
         self.streams = {purpose: Streams([seed], purpose) for purpose in ("explore", "hybrid", "batches")}
         self.streams["training"] = self.stack.streams
         widths = n_features, (0, *settings.hidden)[-1]
@@ -122,8 +127,8 @@ class Hybrid:
         self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
         # How many observations the next training waits for.
         self._next = 0
-        # What a training learns from: contexts (n, features), arms and targets (n, 1).
-        self._data: tuple[Tensor, ...] = ()
+        # What a training learns from: contexts (n, features), arms and targets (n,).
+        self._data: tuple[npt.NDArray[Any], ...] = ()
 
     def _layers(self) -> list[tuple[Contexts, Contexts]]:
         """A copy of the network's hidden layers."""
@@ -230,8 +235,7 @@ class Hybrid:
         new = replace(old, hidden=replace(old.hidden, scale=errors), units=(shift, scale))
         new.linear = self._fit_linear(seen, new)
         if self.settings.hidden:
-            targets = (seen.rewards - np.float32(shift)) / np.float32(scale)
-            self._data = tuple(map(torch.from_numpy, (seen.contexts, seen.arms[:, None], targets[:, None])))
+            self._data = seen.contexts, seen.arms, (seen.rewards - np.float32(shift)) / np.float32(scale)
             self._train_network(seen, new)
         self._next = seen.total + int(max(self.settings.train_every, (_GROWTH - 1) * seen.effective_count))
         return new
@@ -264,15 +268,13 @@ class Hybrid:
         numbers = np.arange(seen.total - seen.count, seen.total)
         return np.equal(numbers % _HOLD_OUT, 0)
 
-    def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
-        """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
-        contexts, arms, targets = (part.index_select(0, rows[0])[None] for part in self._data)
-
-        def slope(outputs: Tensor) -> Tensor:
-            errors = outputs.gather(2, arms).sub_(targets).mul_(2 / rows.shape[1])
-            return torch.zeros_like(outputs).scatter_(2, arms, errors)
-
-        return contexts, slope
+    def _batches(self, rows: Tensor) -> Iterator[tuple[Tensor, Slope]]:
+        """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)², of every step of (k, 1, b)."""
+        contexts, arms, targets = (part[rows.numpy()] for part in self._data)
+        weights = np.zeros((*arms.shape, self.n_arms), np.float32)
+        np.put_along_axis(weights, arms[..., None], 2 / rows.shape[2], axis=3)
+        for x, target, weight in zip(*map(torch.from_numpy, (contexts, targets[..., None], weights)), strict=True):
+            yield x, partial(_slope, target, weight)
 
     def _statistics(self, seen: Observations, belief: Belief, head: Head) -> Statistics:
         """Of the observations, in units of the targets."""

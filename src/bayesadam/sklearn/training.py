@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -101,7 +102,9 @@ def fit_networks(
         weights[f"layer{len(network.hidden)}.bias"] += centre.to(device)
     steps, falling, patient = n // size, cosine(lr, max_epochs), patience or math.inf
     average = 1 - 1 / (_AVERAGED * steps)
-    stack = Stack(network, rule, seeds, batch, weights=flatten(weights), device=device, average=average)
+    stack = Stack(
+        network, rule, seeds, partial(map, batch), weights=flatten(weights), device=device, average=average
+    )
     live = {name: stack.tensors()[name] for name in ("mean", "exp_avg_sq")}
     best = {name: tensor.clone() for name, tensor in live.items()}
     lowest = torch.full((len(parts),), math.inf)
