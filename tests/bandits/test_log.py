@@ -67,7 +67,7 @@ def assert_alike(one: Agent, other: Agent) -> None:
     """In all but the random numbers of choices."""
     for name in ("next_id", "pulls", "removed", "n_arms"):
         assert getattr(one._standing, name) == getattr(other._standing, name)
-    assert (one.pending, one._since_training) == (other.pending, other._since_training)
+    assert (one.pending, one._learner._next) == (other.pending, other._learner._next)
     seen, theirs = one._seen.state(), other._seen.state()
     for name, tensor in seen.items():
         np.testing.assert_array_equal(tensor, theirs[name], err_msg=name)
