@@ -62,6 +62,37 @@ def test_updates_one_by_one_are_the_normal_equations():
     assert_close(widths, np.einsum("ki,aij,kj->ka", x, head.covariance, x), rtol=1e-9)
 
 
+@pytest.mark.parametrize("memory", [1.0, 0.97])
+def test_many_observations_at_once_are_as_one_after_the_other(memory):
+    arms, x, rewards = (list(part) for part in observations())
+    single, late, block = (Head.prior(ARMS, WIDTH, memory) for _ in range(3))
+    for at in range(COUNT):
+        single.update(arms[at : at + 1], rewards[at : at + 1], np.array(x[at : at + 1]))
+        late.update(arms[at : at + 1], rewards[at : at + 1], np.array(x[at : at + 1]), later=True)
+    block.update(arms, rewards, np.array(x), later=True)
+    np.testing.assert_array_equal(late.mean, 0)
+    late.settle()
+    shape, scale = np.zeros((2, ARMS))
+    for at, arm in enumerate(arms):
+        own = [other for other in range(at) if arms[other] == arm]
+        mean, covariance, _ = reference(
+            np.array([x[i] for i in own]).reshape(-1, WIDTH),
+            np.array([rewards[i] for i in own]),
+            np.zeros(WIDTH),
+            np.ones(WIDTH),
+        )
+        shape[arm], scale[arm] = (
+            shape[arm] + 0.5,
+            scale[arm] + 0.5 * (rewards[at] - x[at] @ mean) ** 2 / (1 + x[at] @ covariance @ x[at]),
+        )
+        shape, scale = memory * shape, memory * scale
+    for head in (single, late, block):
+        assert_close(head.mean, single.mean, rtol=1e-9)
+        assert_close(head.covariance, single.covariance, rtol=1e-9)
+        assert_close(head.shape, 1 + shape, rtol=1e-9)
+        assert_close(head.scale, scale, rtol=1e-9)
+
+
 def test_a_fit_is_the_normal_equations_around_prior_means():
     arms, x, rewards = observations()
     prior, precision = np.random.default_rng(1).normal(size=(ARMS, WIDTH)), np.array([0.3, 2.0, 1.0, 0.1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,12 @@ def rows(seeds: int) -> Tensor:
     return torch.randint(N, (STEPS, seeds, SIZE), generator=torch.Generator().manual_seed(1))
 
 
-def batches(block: Tensor):
+def batch(chosen: Tensor):
     x, y = data()
-    for chosen in block:
-        yield x[chosen], lambda f: loss_and_slope(lambda g: (g - y[chosen]).square().mean(dim=(1, 2)), f)[1]
+    return x[chosen], lambda f: loss_and_slope(lambda g: (g - y[chosen]).square().mean(dim=(1, 2)), f)[1]
+
+
+batches = partial(map, batch)
 
 
 def stack_of(rule: Adam, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:

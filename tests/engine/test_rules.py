@@ -64,6 +64,12 @@ def test_dropout_trains_under_its_masks():
         assert_close(stack.params[name][0], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+def test_units_are_kept_where_uniform_numbers_say_so(rate):
+    kept, uniform = Streams([3, 4], "x").kept(rate, 5, 8), Streams([3, 4], "x").uniform(5, 8)
+    assert_close(kept, (uniform >= rate).float() / (1 - rate))
+
+
 def test_a_stack_resumes_from_its_tensors():
     network = replace(NETWORK, dropout=0.2)
     whole, half = (stack_of(Adam(), network=network, average=0.9) for _ in range(2))

@@ -191,8 +191,9 @@ class Agent:
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
-        simple = isinstance(reward, float) and abs(reward) <= _LARGEST
-        value = float(str(np.float32(reward) if simple else self._rewards(reward, 1)[0]))
+        is_simple = isinstance(reward, float) and abs(reward) <= _LARGEST
+        # With no more digits than a float32 has.
+        value = float(str(np.float32(reward) if is_simple else self._rewards(reward, 1)[0]))
         with self._learning:
             self._tell()
             with self._acting:

@@ -15,7 +15,7 @@ from bayesadam.errors import MatchError
 # a₀ of the prior.
 SHAPE = 1.0
 # More observations than the first number are added in blocks: long calls into BLAS leave the interpreter to other
-# threads. The second is the number of rows that are worked on at once, the third how many calls of `update` may wait.
+# threads. The second is how many rows are worked on at once, the third how many calls of `update` may wait.
 _FEW, _ROWS, _MANY = 16, 256, 64
 
 
@@ -137,9 +137,9 @@ class Head:
         return [(scale + shared) / (half + own) for scale, half in zip(scales, halves, strict=True)]
 
     def update(self, arms: list[int], rewards: list[float], x: Floats, *, later: bool = False) -> None:
-        """Add observations of any arms, one after the other; x is (k, features). `later`: when there are many."""
+        """Add observations of any arms, one after the other; x is (k, features). `later`: once there are many."""
         self._waiting.append((arms, rewards, x))
-        if not later or len(self._waiting) >= _MANY:
+        if not later or len(arms) > _FEW or len(self._waiting) >= _MANY:
             self.settle()
 
     def settle(self) -> None:
