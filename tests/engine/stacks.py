@@ -10,7 +10,7 @@ from torch import Tensor
 from bayesadam.engine.gradients import loss_and_slope
 from bayesadam.engine.network import Network, forward, unflatten
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.stack import Stack, constant, train
+from bayesadam.engine.stack import Stack, constant
 
 NETWORK = Network(2, (5, 4), 1, "tanh")
 N, SIZE, STEPS, LR = 40, 8, 12, 0.01
@@ -36,7 +36,7 @@ batches = partial(map, batch)
 
 def stack_of(rule: Adam, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
     stack = Stack(network, rule, seeds, batches, **options)
-    train(stack, [rows(len(seeds))], constant(LR))
+    stack.train(rows(len(seeds)), constant(LR))
     return stack
 
 

@@ -11,7 +11,7 @@ import torch
 from bayesadam.engine.gradients import StackedGradient, loss_and_slope
 from bayesadam.engine.network import ACTIVATIONS, flatten, forward, initial, unflatten
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.stack import Stack, constant, cosine, train
+from bayesadam.engine.stack import Stack, constant, cosine
 from bayesadam.engine.streams import Streams
 from engine.stacks import LR, NETWORK, SIZE, batches, data, rows, stack_of
 from floats import assert_close
@@ -79,7 +79,7 @@ def test_a_stack_resumes_from_its_tensors():
     resumed.done = half.done
     resumed.streams.restore(half.streams.state())
     for stack in (whole, resumed):
-        train(stack, [rows(2).flip(0)], constant(LR))
+        stack.train(rows(2).flip(0), constant(LR))
     for key, tensor in whole.tensors().items():
         assert_close(resumed.tensors()[key], tensor)
 
@@ -89,7 +89,7 @@ def test_averages_clips_penalties_and_schedules():
     assert not torch.equal(averaged.mean, averaged.weights)
     decayed, pulled = stack_of(Adam(weight_decay=0.1)), Stack(NETWORK, Adam(), (0, 1), batches)
     pulled.penalty = 0.1
-    train(pulled, [rows(2)], constant(LR))
+    pulled.train(rows(2), constant(LR))
     assert_close(pulled.weights, decayed.weights, rtol=1e-5, atol=1e-7)
     tiny, plain = (stack_of(Adam(betas=(0.0, 0.9)), clip=clip) for clip in (1e-6, math.inf))
     assert tiny.state["exp_avg"].norm(dim=1).max() <= 1.001e-6 < plain.state["exp_avg"].norm(dim=1).min()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -215,20 +216,16 @@ class Agent:
                     self._seen.thin()
                 self._learner.observe(self._seen, self._seen.add(contexts[part], arms[part], paid[part]))
             if not self._busy and self._seen.total >= every and self._learner.due(self._seen):
-                self._begin_training(now or self.training == "now")
+                with self._acting:
+                    arguments = self._seen.snapshot(), copy.deepcopy(self._learner.belief)
+                    self._busy = True
+                if now or self.training == "now":
+                    self._train(*arguments, now=True)
+                else:
+                    self._thread = threading.Thread(target=self._train, args=arguments, name="bayesadam training")
+                    self._thread.start()
 
-    def _begin_training(self, now: bool) -> None:
-        with self._acting:
-            self._learner.belief.hidden.settle()
-            arguments = self._seen.snapshot(), self._learner.belief.snapshot(), now
-            self._busy = True
-        if now:
-            self._train(*arguments)
-        else:
-            self._thread = threading.Thread(target=self._train, args=arguments, name="bayesadam training")
-            self._thread.start()
-
-    def _train(self, seen: Observations, belief: Belief, now: bool) -> None:
+    def _train(self, seen: Observations, belief: Belief, *, now: bool = False) -> None:
         """Train, take note of the observations that came meanwhile, and let the new belief take over."""
         try:
             new = self._learner.train(seen, belief, 0.0 if now else _REST)

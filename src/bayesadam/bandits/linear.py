@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass
 
@@ -115,12 +114,6 @@ class Head:
     def covariance(self) -> Floats:
         """C, in the same memory."""
         return self.joint[:, :-1]
-
-    def snapshot(self) -> Head:
-        """Its a and b as they are now, with a C and a μ that go on changing."""
-        now = copy.copy(self)
-        now.shape, now.scale, now._waiting = self.shape.copy(), self.scale.copy(), []
-        return now
 
     def predict(self, x: Floats) -> tuple[Floats, Floats]:
         """μᵀ x and xᵀ C x of every arm, (k, features) → (k, arms) each."""

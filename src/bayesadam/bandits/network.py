@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,10 +95,6 @@ class Belief:
     share: float
     units: tuple[float, float]
     ends: tuple[float, float]
-
-    def snapshot(self) -> Belief:
-        """What a training needs of it as it is now."""
-        return replace(self, linear=self.linear.snapshot(), hidden=self.hidden.snapshot())
 
     def features(self, head: Head, contexts: Contexts) -> Floats:
         """Of a head, with a constant 1."""
@@ -258,11 +255,10 @@ class Hybrid:
         self._rest = rest
         # In float32, as the network learns.
         shift, scale = (float(np.float32(part)) for part in seen.moments())
+        new = replace(copy.deepcopy(old), units=(shift, scale))
+        new.hidden.settle()
         # Squared errors are in the units of the previous training.
-        old.hidden.settle()
-        new = old.snapshot()
         new.hidden.scale *= (old.units[1] / scale) ** 2
-        new.units = shift, scale
         new.linear = self._fit_linear(seen, new)
         if self.settings.hidden:
             self._data = seen.contexts, seen.arms, (seen.rewards - np.float32(shift)) / np.float32(scale)

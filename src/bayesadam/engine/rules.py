@@ -31,12 +31,10 @@ class Adam:
     def update(self, weights: Tensor, gradient: Tensor, state: State, lr: float | Tensor) -> None:
         """One step, in place."""
         kernel: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        tensors, step = (weights, gradient, state["exp_avg"], state["exp_avg_sq"]), state["step"].add_(1)
-        pieces = [[tensor] for tensor in tensors] if weights.is_cpu else list(map(_pieces, tensors))
+        pieces, step = map(_pieces, (weights, gradient, state["exp_avg"], state["exp_avg_sq"])), state["step"].add_(1)
         settings = {"lr": lr, "beta1": self.betas[0], "beta2": self.betas[1], "weight_decay": self.weight_decay}
         kernel(*pieces, [], list(step.unbind()), **settings, eps=EPS, amsgrad=False, maximize=False)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    """One on a CPU."""
-    return list(torch.split(tensor.view(-1), -(-tensor.numel() // (1 if tensor.is_cpu else _PIECES))))
+    return [tensor] if tensor.is_cpu else list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))

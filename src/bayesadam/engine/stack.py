@@ -94,12 +94,6 @@ class Stack:
         return {"weights": self.weights, **averaged, **self.state}
 
 
-def train(stack: Stack, blocks: Iterable[Tensor], schedule: Schedule) -> None:
-    """Train block after block."""
-    for rows in blocks:
-        stack.train(rows, schedule)
-
-
 def constant(lr: float) -> Schedule:
     """α at every step."""
     return lambda done: torch.full_like(done, lr)
