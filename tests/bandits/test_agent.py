@@ -428,11 +428,12 @@ def test_what_comes_during_a_training_is_learnt_as_if_it_came_after(forget, monk
 def test_a_training_in_the_background_rests_after_every_step(monkeypatch):
     rests: list[float] = []
     monkeypatch.setattr("bayesadam.bandits.network.time.sleep", rests.append)
-    for training, count in (("now", 0), ("background", 4)):
+    for training in ("now", "background"):
         agent = new(training=training)
         feed(agent, 0, 5)
         agent.wait()
-        assert len(rests) == count
+        # Four steps, and parts of the fits.
+        assert (len(rests) > 4) == bool(rests) == (training == "background")
 
 
 def test_a_training_that_fails_is_told_once_and_leaves_the_network(monkeypatch, tmp_path):

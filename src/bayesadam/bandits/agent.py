@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,11 +40,10 @@ Numbers = npt.ArrayLike | Tensor
 _DEFAULTS = {"hybrid": HybridSettings(), "linear": HybridSettings(hidden=())}
 AGENTS = tuple(_DEFAULTS)
 _LARGEST = float(np.finfo(np.float32).max)
-# In the background a training rests for so many seconds after every step: decisions meanwhile need not ask for the
-# interpreter's lock, which a thread of many short calls hardly lets go.
+# In the background a training rests for so many seconds after every step.
 _REST = 2e-4
-# How often a new belief takes note of what came meanwhile before decisions wait for it.
-_PASSES = 3
+# Of what came meanwhile, a new belief takes note of so many at once, and of so few while decisions wait.
+_BLOCK, _FEW = 256, 16
 
 
 def make_agent(
@@ -229,13 +229,16 @@ class Agent:
         """Train, take note of the observations that came meanwhile, and let the new belief take over."""
         try:
             new = self._learner.train(seen, belief, 0.0 if now else _REST)
-            # Most of them while decisions are made, and the few that came then while none is.
-            for _ in range(_PASSES):
+            first = seen.count
+            while first < self._seen.count - _FEW:
                 with self._acting:
-                    first, seen = seen.count, self._seen.snapshot()
-                self._learner.observe(seen, slice(first, seen.count), new)
+                    seen = self._seen.snapshot()
+                part = slice(first, min(first + _BLOCK, seen.count))
+                self._learner.observe(seen, part, new)
+                first = part.stop
+                time.sleep(_REST)
             with self._acting:
-                self._learner.observe(self._seen, slice(seen.count, self._seen.count), new)
+                self._learner.observe(self._seen, slice(first, self._seen.count), new)
                 self._learner.belief = new
         except Exception as error:
             if now:

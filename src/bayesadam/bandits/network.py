@@ -48,9 +48,10 @@ _CAUTION = 4.0
 _PENALISED = 500.0
 # The next training comes when the number of observations has grown by this factor.
 _GROWTH = 1.3
-# One of so many observations is held out from the network, to weigh the heads by.
+# One of so many observations is held out from the network; the newest of them weigh the heads.
 _HOLD_OUT = 10
-_CLIP, _CHUNK = 5.0, 4096
+_WEIGHED = 4096
+_CLIP, _CHUNK = 5.0, 512
 # The least probability of an arm that was chosen.
 _LEAST = 2.0**-24
 _ROOT = math.sqrt(2)
@@ -270,7 +271,7 @@ class Hybrid:
     def _train_network(self, seen: Observations, new: Belief) -> None:
         """Of a belief whose head on the contexts is trained; where it fails, the network is as it was."""
         before, done = {name: tensor.clone() for name, tensor in self.stack.tensors().items()}, self.stack.done
-        noise = min(self._variance(new, new.hidden), 1) if done else 1.0
+        noise = min(max(self._variance(new, new.hidden), 0), 1) if done else 1.0
         self.stack.penalty = noise * self.settings.l2 * _PENALISED / (_PENALISED + seen.total)
         try:
             self.stack.train(torch.from_numpy(self._rows(seen)).unsqueeze(1), constant(self.settings.lr))
@@ -302,8 +303,12 @@ class Hybrid:
         np.put_along_axis(weights, arms[..., None], 2 / rows.shape[2], axis=3)
         for x, target, weight in zip(*map(torch.from_numpy, (contexts, targets[..., None], weights)), strict=True):
             yield x, partial(_slope, target, weight)
-            if self._rest:
-                time.sleep(self._rest)
+            self._pause()
+
+    def _pause(self) -> None:
+        """Let other threads take the interpreter's lock, which one of many short calls hardly lets go."""
+        if self._rest:
+            time.sleep(self._rest)
 
     def _statistics(self, seen: Observations, belief: Belief, head: Head) -> Statistics:
         """Of the observations, in units of the targets."""
@@ -312,6 +317,7 @@ class Hybrid:
             part = slice(first, min(first + _CHUNK, seen.count))
             x = belief.features(head, seen.contexts[part])
             data.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
+            self._pause()
         return data.standardised(*belief.units)
 
     def _fit_linear(self, seen: Observations, belief: Belief) -> Head:
@@ -340,7 +346,7 @@ class Hybrid:
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        rows = np.flatnonzero(self._held_out(seen))[-_CHUNK:]
+        rows = np.flatnonzero(self._held_out(seen))[-_WEIGHED:]
         contexts, arms = seen.contexts[rows], seen.arms[rows]
         targets = (seen.rewards[rows].astype(np.float64) - belief.units[0]) / belief.units[1]
         (first, rest), (second, other) = (

@@ -39,8 +39,8 @@ class Streams:
         out, count = np.empty((len(self.sources), *shape), np.float32), math.prod(shape)
         low, factor = math.ceil(float(np.float32(rate)) * 2**24) << 8, np.float32(1) / np.float32(1 - rate)
         for source, part in zip(self.sources, out, strict=True):
-            words = source.bit_generator.random_raw(-(-count // 2)).view(np.uint32)[:count]
-            np.multiply(words >= low, factor, out=part.reshape(-1))
+            words = source.integers(2**64 - 1, size=-(-count // 2), dtype=np.uint64, endpoint=True).view(np.uint32)
+            np.multiply(words[:count] >= low, factor, out=part.reshape(-1))
         return torch.from_numpy(out).to(self.device)
 
     def rows(self, n: int, *shape: int) -> Tensor:
