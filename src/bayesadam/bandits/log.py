@@ -96,46 +96,33 @@ class Standing:
         self.pulls[made.arm] += tried
 
     def take(self, event: Event) -> tuple[Any, Any, Any] | None:
-        """The next event; contexts, arms and rewards where there is something to learn from it."""
-        match event:
-            case {"event": "decision", "decision": decision, "arm": arm, "probability": probability}:
-                self.decided(Decision(decision, arm, probability), event["context"], event["tried"])
-            case {"event": "reward", "decision": decision, "reward": reward}:
-                context, arm = self.waiting.pop(decision)
-                return [context], [arm], [reward]
-            case {"event": "forget", "decision": decision}:
-                del self.waiting[decision]
-            case {"event": "update", "contexts": contexts, "arms": arms, "rewards": rewards}:
-                return contexts, arms, rewards
-            case {"event": "arm", "change": "added"}:
-                self.n_arms += 1
-                self.pulls.append(0)
-            case {"event": "arm", "change": "removed", "arm": arm}:
-                self.removed.add(arm)
-            case {"event": "arm", "arm": arm}:
-                self.removed.discard(arm)
-        return None
+        """The next event; contexts, arms and rewards where there is something to learn from it.
 
-    def check(self, event: Event) -> None:
-        """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
-        contexts, arms, numbers = list[Any](), list[int](), list[float]()
+        Raise a `ValueError`, `LookupError`, `TypeError` or `AttributeError` where it does not fit those before.
+        """
+        contexts, arms, numbers, lesson = list[Any](), list[int](), list[float](), None
         match event:
             case {"event": "decision", "decision": decision, "arm": arm, "arms": arms, "probabilities": numbers}:
-                contexts = [event["context"]]
-                possible = 0 < event["probability"] <= 1 + 1e-9 and len(arms) == len(numbers)
+                contexts, made = [event["context"]], Decision(decision, arm, event["probability"])
+                possible = 0 < made.probability <= 1 + 1e-9 and len(arms) == len(numbers)
                 if decision < self.next_id or arm not in arms or not possible:
                     raise ValueError(f"decision {decision} is out of order, or its arm impossible")
+                self.decided(made, event["context"], event["tried"])
             case {"event": "reward", "decision": decision, "reward": reward} if decision in self.waiting:
-                numbers = [reward]
+                context, arm = self.waiting.pop(decision)
+                numbers, lesson = [reward], ([context], [arm], [reward])
             case {"event": "forget", "decision": decision} if decision in self.waiting:
-                pass
+                del self.waiting[decision]
             case {"event": "update", "contexts": contexts, "arms": arms, "rewards": numbers}:
+                lesson = contexts, arms, numbers
                 if not len(contexts) == len(arms) == len(numbers):
                     raise ValueError("as many contexts, arms and rewards must be there")
             case {"event": "arm", "change": change, "arm": arm}:
-                changeable = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-                if arm not in changeable[change]:
+                if arm not in {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}[change]:
                     raise ValueError(f"arm {arm} cannot be {change} here")
+                if change == "added":
+                    self.n_arms, self.pulls = self.n_arms + 1, [*self.pulls, 0]
+                self.removed = self.removed | {arm} if change == "removed" else self.removed - {arm}
             case _:
                 raise ValueError("no event that can be here")
         if any(len(context) != self.n_features for context in contexts):
@@ -144,11 +131,12 @@ class Standing:
             raise ValueError("contexts, rewards and probabilities must be finite numbers")
         if not set(arms) <= set(range(self.n_arms)):
             raise ValueError(f"there are {self.n_arms} arms here, not all of {arms}")
+        return lesson
 
     def copy(self) -> Standing:
         """The same, in memory of its own."""
         other = copy.copy(self)
-        other.removed, other.pulls, other.waiting = set(self.removed), list(self.pulls), dict(self.waiting)
+        other.pulls, other.waiting = list(self.pulls), dict(self.waiting)
         return other
 
     def arms(self) -> list[int]:
@@ -210,10 +198,8 @@ class LogReader:
                     warn(f"the last line of {path}, {len(line)} bytes, was only half written and is left out")
                     break
                 try:
-                    event = json.loads(line)
-                    self.standing.check(event)
-                    self.standing.take(event)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    self.standing.take(json.loads(line))
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
                     number = 1 + sum(1 for _ in _lines(file, 0, self.end))
                     raise FileError(f"{path} is damaged in line {number} ({error!r}): mend or remove it") from None
                 self.end += len(line)
