@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bayesadam.engine import rules
 from bayesadam.engine.gradients import StackedGradient
-from bayesadam.engine.network import ACTIVATIONS, Network, dropout_mask, linear, unflatten
+from bayesadam.engine.network import ACTIVATIONS, Network, linear, unflatten
 from bayesadam.engine.rules import State
 from bayesadam.engine.streams import Streams
 
@@ -122,6 +122,11 @@ def by_layer(numbers: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """(s, b Σ widths) as (s, b, width) of each layer."""
     b = numbers.shape[1] // sum(widths)
     return [part.view(len(part), b, -1) for part in torch.split(numbers, [b * width for width in widths], dim=1)]
+
+
+def dropout_mask(uniform: Tensor, rate: float) -> Tensor:
+    """0 with probability r, otherwise 1/(1 − r)."""
+    return (uniform >= rate).float().div_(1 - rate)
 
 
 @dataclass(frozen=True)

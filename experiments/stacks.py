@@ -3,19 +3,22 @@
 `bayesadam.engine` trains by Adam. Here a rule may perturb the weights, and its memory be any tensors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bayesadam.engine import stack
+from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import EPS
-from bayesadam.engine.stack import Batch, Schedule
+from bayesadam.engine.stack import Schedule
 from bayesadam.engine.streams import Streams, epochs
 from experiments.rules import Adam, Drawn, Gaussian, Rule, Step
 
+Batch = Callable[[Tensor], tuple[Tensor, Slope]]
 # Rows are drawn for this many steps at a time where an epoch has fewer steps than the second number.
 _BLOCK, _LONG_EPOCH = 256, 20
 
@@ -42,7 +45,8 @@ class Stack(stack.Stack):
     def __init__(
         self, network: Network, rule: Rule, seeds: Sequence[int], batch: Batch, *, n_data: float = 1.0, **options: Any
     ) -> None:
-        super().__init__(network, rule, seeds, batch, **options)  # type: ignore[arg-type]
+        super().__init__(network, rule, seeds, partial(map, batch), **options)  # type: ignore[arg-type]
+        self.batch = batch
         self.rule: Rule = rule  # type: ignore[assignment]
         self.n_data = torch.tensor(float(n_data), device=self.weights.device)
         self.scale = torch.ones(len(seeds), 1, device=self.weights.device)

@@ -37,7 +37,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import NormalDist
@@ -45,7 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from bayesadam.bandits import Estimate, Estimates, Log, compare, evaluate, make_agent
+from bayesadam.bandits import Estimate, Log, compare, evaluate, make_agent
 from bayesadam.bandits.off_policy import doubly_robust_terms, mean
 from bayesadam.errors import BayesAdamWarning, MatchError
 from benchmarks.common.harness import arguments, at_least, at_most, mean_and_error, parallel, setting, write_results
@@ -119,7 +119,16 @@ def one_log(number: int, *, decisions: int, logging: str) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BayesAdamWarning)
             found = {policy: evaluate(path, partial(digits.probabilities, policy=policy)) for policy in POLICIES}
-    return {policy: plain(estimates) for policy, estimates in found.items()}
+    return {
+        policy: {
+            "logged": one.logged.value,
+            "trusted": not one.doubts,
+            "effective_size": one.effective_size,
+            "ips": (one.ips.value, one.ips.error, *normal(one.ips)),
+            "doubly_robust": (*astuple(one.doubly_robust)[:2], *one.doubly_robust.interval(LEVEL)),
+        }
+        for policy, one in found.items()
+    }
 
 
 def watched_log(number: int, *, decisions: int, logging: str) -> dict[str, dict[str, Any]]:
@@ -170,10 +179,8 @@ def watched(logs: int, decisions: int, jobs: int) -> dict[str, Any]:
         print(f"\n{logging}, {logs} logs of {decisions} decisions\n{'':34s}{'ever missed':>12s}{head}")
         for policy in found[0]:
             for kind in ("sequence", "normal"):
-                own = [one[policy][kind] for one in found]
                 missed, widths = (
-                    np.mean([one["missed"] for one in own]),
-                    np.mean([one["widths"] for one in own], axis=0),
+                    np.mean([one[policy][kind][of] for one in found], axis=0) for of in ("missed", "widths")
                 )
                 results[f"{logging}, {policy}, {kind}"] = {"missed": float(missed), "widths": widths.tolist()}
                 shown_widths = "".join(f"{widths[n - 1]:15.3f}" for n in looks)
@@ -280,48 +287,30 @@ def normal(estimate: Estimate) -> tuple[float, float]:
     return estimate.value - reach, estimate.value + reach
 
 
-def plain(estimates: Estimates) -> dict[str, Any]:
-    names = "logged", *ESTIMATORS
-    each = {name: {part: getattr(getattr(estimates, name), part) for part in ("value", "error")} for name in names}
-    each["doubly_robust"]["interval"] = estimates.doubly_robust.interval(LEVEL)
-    return {**each, "trusted": not estimates.doubts, "effective_size": estimates.effective_size}
-
-
 def summary(found: Sequence[dict[str, Any]], truth: float) -> dict[str, Any]:
     """Bias in standard errors, coverage, and the ratio of the standard errors told to the deviation of the errors."""
     rows = {}
     for name in ESTIMATORS:
-        own = [Estimate(one[name]["value"], one[name]["error"]) for one in found]
-        errors = np.array([estimate.value - truth for estimate in own])
-        within = [low <= truth <= high for low, high in map(normal, own)]
-        if name == "doubly_robust":
-            within = [low <= truth <= high for low, high in (one[name]["interval"] for one in found)]
-        bias, error = mean_and_error(errors.tolist())
+        values, told, low, high = np.array([one[name] for one in found]).T
+        bias, error = mean_and_error((values - truth).tolist())
         rows[name] = {
             "bias": bias,
             "bias_in_errors": bias / error if error else math.nan,
-            "rmse": float(np.sqrt((errors**2).mean())),
-            "coverage": float(np.mean(within)),
-            "error_ratio": float(np.mean([estimate.error for estimate in own]) / errors.std(ddof=1)),
+            "rmse": float(np.sqrt(((values - truth) ** 2).mean())),
+            "coverage": float(((low <= truth) & (truth <= high)).mean()),
+            "error_ratio": float(told.mean() / values.std(ddof=1)),
         }
-    return {
-        "truth": truth,
-        "logged": float(np.mean([one["logged"]["value"] for one in found])),
-        "trusted": float(np.mean([one["trusted"] for one in found])),
-        "effective_size": float(np.mean([one["effective_size"] for one in found])),
-        "estimators": rows,
-    }
+    means = {name: float(np.mean([one[name] for one in found])) for name in ("logged", "trusted", "effective_size")}
+    return {"truth": truth, **means, "estimators": rows}
 
 
 def shown(title: str, own: Mapping[str, Any]) -> str:
-    head = f"{'':18s}{'bias':>10s}{'in errors':>11s}{'RMSE':>9s}{'coverage':>10s}{'error told/true':>17s}"
     facts = f"truth {own['truth']:.4f}, as logged {own['logged']:.4f}, effective size {own['effective_size']:.0f}"
-    lines = [f"\n{title}: {facts}, no doubts told in {own['trusted']:.1%} of the logs", head]
+    lines = [f"\n{title}: {facts}, no doubts told in {own['trusted']:.1%} of the logs"]
+    lines += [f"{'':18s}{'bias':>10s}{'in errors':>11s}{'RMSE':>9s}{'coverage':>10s}{'error told/true':>17s}"]
     for name, row in own["estimators"].items():
-        lines.append(
-            f"{ESTIMATORS[name]:18s}{row['bias']:10.4f}{row['bias_in_errors']:11.2f}{row['rmse']:9.4f}{row['coverage']:10.3f}"
-            f"{row['error_ratio']:17.2f}"
-        )
+        bias, errors, rmse, coverage, told = row.values()
+        lines.append(f"{ESTIMATORS[name]:18s}{bias:10.4f}{errors:11.2f}{rmse:9.4f}{coverage:10.3f}{told:17.2f}")
     return "\n".join(lines)
 
 
@@ -350,10 +339,8 @@ def main() -> None:
         return
     digits, results = Digits.load(), dict[str, Any]()
     for logging, share in (("explores", 1), ("posterior", 4)):
-        calls = [
-            partial(one_log, number, decisions=decisions, logging=logging) for number in range(max(2, logs // share))
-        ]
-        found = list(parallel(calls, jobs=given.jobs))
+        one = partial(one_log, decisions=decisions, logging=logging)
+        found = list(parallel([partial(one, number) for number in range(max(2, logs // share))], jobs=given.jobs))
         for policy in POLICIES:
             own = results[f"{logging}, {policy}"] = summary([one[policy] for one in found], digits.truth(policy))
             print(shown(f"{logging}, {policy}, {len(found)} logs of {decisions} decisions", own), flush=True)

@@ -3,7 +3,9 @@
     BAYESADAM_DATA=... python -m benchmarks.bandits.speed [--quick] [--alone] [--decisions 5000] [--memory 1000000]
 
 Every reward follows its decision at once. Trainings are in the background, and counted: a run ends when the last one
-has. Mushroom is left out where its file is absent. The ratio to a peer is of the same loop in the same process.
+has. Of a decision with its reward there are the wall clock, the CPU time of the loop's thread, and that of all threads,
+trainings included. Mushroom is left out where its file is absent. The ratio to a peer is of the same loop in the same
+process, by the clock and by the CPU time of all threads.
 """
 
 from __future__ import annotations
@@ -35,17 +37,31 @@ def linear(rounds: int) -> Rounds:
     return Rounds(contexts, expected + 0.1 * rng.standard_normal(expected.shape).astype(np.float32), expected)
 
 
-def timed(rounds: Rounds, act: Callable[[Numbers], Any], learn: Callable[[Any, float], None]) -> dict[str, float]:
-    """One decision after the other: how many a second, and the milliseconds of the median and of one in a hundred."""
-    waits, paid, began = [], 0.0, time.perf_counter()
+def timed(
+    rounds: Rounds,
+    act: Callable[[Numbers], Any],
+    learn: Callable[[Any, float], None],
+    *,
+    finish: Callable[[], object] = lambda: None,
+    is_training: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """One decision after the other: how many a second, the milliseconds of the median and of one in a hundred."""
+    waits, paid, trained, clocks = [], 0.0, [], (time.perf_counter, time.process_time, time.thread_time)
+    began = [clock() for clock in clocks]
     for context, rewards in zip(rounds.contexts, rounds.rewards.tolist(), strict=True):
+        trained.append(is_training())
         start = time.perf_counter()
         arm, about = act(context)
         waits.append(time.perf_counter() - start)
         learn(about, rewards[arm])
         paid += rewards[arm]
-    median, late = (1e3 * np.quantile(waits, [0.5, 0.99])).tolist()
-    return {"per_second": len(waits) / (time.perf_counter() - began), "median_ms": median, "p99_ms": late, "paid": paid}
+    loop = time.thread_time() - began[2]
+    finish()
+    wall, cpu, _ = (clock() - first for clock, first in zip(clocks, began, strict=True))
+    count, late = len(waits), [wait for wait, busy in zip(waits, trained, strict=True) if busy]
+    row = {"per_second": count / wall, "per_loop_cpu_second": count / loop, "per_cpu_second": count / cpu, "paid": paid}
+    row |= {"median_ms": 1e3 * float(np.median(waits)), "p99_ms": 1e3 * float(np.quantile(waits, 0.99))}
+    return row | ({"p99_training_ms": 1e3 * float(np.quantile(late, 0.99))} if late else {})
 
 
 def ours(rounds: Rounds, folder: Path, **changes: Any) -> tuple[Agent, dict[str, float]]:
@@ -59,10 +75,7 @@ def ours(rounds: Rounds, folder: Path, **changes: Any) -> tuple[Agent, dict[str,
         decision = agent.decide(context)
         return decision.arm, decision.id
 
-    began = time.perf_counter()
-    row = timed(rounds, act, agent.reward)
-    agent.wait()
-    return agent, row | {"per_second": len(rounds.contexts) / (time.perf_counter() - began)}
+    return agent, timed(rounds, act, agent.reward, finish=agent.wait, is_training=lambda: agent._busy)
 
 
 def theirs(rounds: Rounds, name: str) -> dict[str, float]:
@@ -76,6 +89,15 @@ def theirs(rounds: Rounds, name: str) -> dict[str, float]:
         return arm, (shown, arm)
 
     return timed(rounds, act, lambda about, reward: peer.learn(*about, reward))
+
+
+def batches(agent: Agent, rounds: Rounds) -> dict[str, float]:
+    """Decisions of a thousand contexts at a time."""
+    wall, cpu = time.perf_counter(), time.thread_time()
+    for first in range(0, len(rounds.contexts), BATCH):
+        agent.decide(rounds.contexts[first : first + BATCH])
+    count = len(rounds.contexts)
+    return {"per_second": count / (time.perf_counter() - wall), "per_cpu_second": count / (time.thread_time() - cpu)}
 
 
 def resident() -> float:
@@ -115,14 +137,15 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         rounds, folder = linear(count), Path(name)
-        agent, results["hybrid"] = ours(rounds, folder)
-        began = time.perf_counter()
-        for first in range(0, count - count % BATCH or count, BATCH):
-            agent.decide(rounds.contexts[first : first + BATCH])
-        results["hybrid, batches"] = {"per_second": count / (time.perf_counter() - began)}
+        agent, ourselves = ours(rounds, folder)
+        results |= {"hybrid": ourselves, "hybrid, batches": batches(agent, rounds)}
+        agent.log(None)
+        results["hybrid, batches, no log"] = batches(agent, rounds)
         for peer, module in PEERS.items():
             if import_peer(module, module.partition(".")[0], alone=options.alone) is not None:
-                results[peer] = theirs(rounds, peer)
+                row = results[peer] = theirs(rounds, peer)
+                ratios = {"ratio": "per_second", "cpu_ratio": "per_cpu_second", "loop_ratio": "per_loop_cpu_second"}
+                row |= {key: ourselves[of] / row[of] for key, of in ratios.items()}
         try:
             mushroom = problem("mushroom").run(SEED, count)
             row = results["hybrid, mushroom"] = ours(mushroom, folder)[1]
@@ -131,8 +154,7 @@ def main() -> None:
             print(f"mushroom is left out: {error}")
         results["memory"] = memory(many, folder)
     for name, row in results.items():
-        ratio = {"ratio": results["hybrid"]["per_second"] / row["per_second"]} if name in PEERS else {}
-        print(f"{name:18}", ", ".join(f"{key} {value:.4g}" for key, value in {**row, **ratio}.items()))
+        print(f"{name:23}", ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
     write_results(options.out, "bandit_speed", {"settings": setting(), "results": results})
 
 

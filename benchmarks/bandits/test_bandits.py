@@ -65,9 +65,9 @@ def test_slow_rivals_play_less():
 def test_the_table_of_the_documentation_is_of_the_results():
     results = json.loads((DOCS / "results" / "strangers.json").read_text(encoding="utf-8"))
     told, summary = report(results["scores"], list(REPORTED))
-    rows = (DOCS / "bandits.md").read_text(encoding="utf-8").splitlines()
-    # The page has some of the rows: our agents and the best rivals.
-    assert sum(row in told.splitlines() for row in rows) == 8
+    # The file is release 0.3's. The page has some of its rows, beside one of today's agent: ours and the best rivals.
+    page = (DOCS / "bandits.md").read_text(encoding="utf-8").replace("`hybrid` of release 0.3", "`hybrid`")
+    assert sum(row in told.replace("**", "").splitlines() for row in page.replace("**", "").splitlines()) == 8
     for horizon, found in results["figures"].items():
         assert summary[horizon].keys() == found.keys()
         for agent, row in found.items():

@@ -235,6 +235,15 @@ def test_probabilities_change_no_choice(name):
     assert chosen == expected
 
 
+def test_act_has_no_probabilities_to_count(monkeypatch):
+    agent, twin = new(), new()
+    feed(agent, 0, 12)
+    feed(twin, 0, 12)
+    expected = [decision.arm for decision in twin.decide(ROWS[:9])]
+    monkeypatch.setattr("bayesadam.bandits.network.best_shares", None)
+    assert agent.act(ROWS[:9]).tolist() == expected
+
+
 def test_an_arm_that_is_tried_in_turn_or_alone_on_offer_is_certain():
     agent = new("linear", initial_pulls=2)
     first = [agent.decide(HERE) for _ in range(6)]
@@ -414,6 +423,17 @@ def test_what_comes_during_a_training_is_learnt_as_if_it_came_after(forget, monk
     assert_same(state_of(again), state_of(agent))
     feed(agent, 99, 160)
     agent.wait()
+
+
+def test_a_training_in_the_background_rests_after_every_step(monkeypatch):
+    rests: list[float] = []
+    monkeypatch.setattr("bayesadam.bandits.network.time.sleep", rests.append)
+    for training in ("now", "background"):
+        agent = new(training=training)
+        feed(agent, 0, 5)
+        agent.wait()
+        # Four steps, and parts of the fits.
+        assert (len(rests) > 4) == bool(rests) == (training == "background")
 
 
 def test_a_training_that_fails_is_told_once_and_leaves_the_network(monkeypatch, tmp_path):

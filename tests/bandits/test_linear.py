@@ -47,9 +47,9 @@ def statistics(arms: np.ndarray, x: np.ndarray, rewards: np.ndarray) -> Statisti
 
 def test_updates_one_by_one_are_the_normal_equations():
     arms, x, rewards = observations()
-    head = Head.prior(ARMS, WIDTH, 1.0)
-    for arm, row, reward in zip(arms, x, rewards, strict=True):
-        head.update(int(arm), row, float(reward))
+    head = Head.prior(ARMS, WIDTH)
+    for arm, row, reward in zip(arms.tolist(), x, rewards.tolist(), strict=True):
+        head.update([arm], [reward], row[None])
     for arm in range(ARMS):
         own = arms == arm
         mean, covariance, residual = reference(x[own], rewards[own], np.zeros(WIDTH), np.ones(WIDTH))
@@ -57,8 +57,28 @@ def test_updates_one_by_one_are_the_normal_equations():
         assert_close(head.covariance[arm], covariance, rtol=1e-9)
         assert head.scale[arm] == approx(residual, rel=1e-9)
         assert head.shape[arm] == 1 + own.sum() / 2
-    expected = np.einsum("ki,aij,kj->ka", x, head.covariance, x)
-    assert_close(head.widths(x), expected, rtol=1e-9)
+    means, widths = head.predict(x)
+    assert_close(means, x @ head.mean.T, rtol=1e-9)
+    assert_close(widths, np.einsum("ki,aij,kj->ka", x, head.covariance, x), rtol=1e-9)
+
+
+def test_many_observations_at_once_are_as_one_after_the_other_and_errors_are_forgotten():
+    arms, x, rewards = observations()
+    plain, single, late, block = (Head.prior(ARMS, WIDTH, memory) for memory in (1.0, 0.97, 0.97, 0.97))
+    shape, scale = np.zeros((2, ARMS))
+    for at, arm in enumerate(arms.tolist()):
+        one, before = ([arm], [float(rewards[at])], x[at : at + 1]), plain.scale.copy()
+        plain.update(*one)
+        single.update(*one)
+        late.update(*one, later=True)
+        shape, scale = 0.97 * (shape + 0.5 * (np.arange(ARMS) == arm)), 0.97 * (scale + plain.scale - before)
+    block.update(arms.tolist(), rewards.tolist(), x, later=True)
+    assert not late.mean.any()
+    late.settle()
+    for head in (single, late, block):
+        assert_close(head.joint, plain.joint, rtol=1e-9)
+        assert_close(head.shape, 1 + shape, rtol=1e-9)
+        assert_close(head.scale, scale, rtol=1e-9)
 
 
 def test_a_fit_is_the_normal_equations_around_prior_means():
@@ -76,7 +96,7 @@ def test_errors_of_what_is_left_out_are_those_of_fits_without_it():
     arms, x, rewards = observations()
     ridge = np.full(WIDTH, 0.5)
     covariance, mean, _ = normal_equations(statistics(arms, x, rewards), np.zeros((ARMS, WIDTH)), ridge)
-    errors, rest = Head(mean, covariance, np.ones(ARMS), np.ones(ARMS)).left_out(arms, x, rewards)
+    errors, rest = Head(mean, covariance, np.ones(ARMS), np.ones(ARMS), 1.0).left_out(arms, x, rewards)
     assert ((rest > 0) & (rest < 1)).all()
     for place in range(COUNT):
         kept = (arms == arms[place]) & (np.arange(COUNT) != place)

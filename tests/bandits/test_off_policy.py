@@ -34,6 +34,10 @@ def policy(contexts: np.ndarray) -> np.ndarray:
     return POLICY[(contexts[:, 0] < 0).astype(int)]
 
 
+def thirds(contexts: np.ndarray) -> np.ndarray:
+    return np.full((len(contexts), 3), 1 / 3)
+
+
 def outcomes(logging: np.ndarray):
     """Every (context, arm, reward) and its probability."""
     for x, arm, reward in itertools.product(range(2), range(3), range(2)):
@@ -171,7 +175,7 @@ def test_few_rewards_that_differ_are_doubted():
     # A few large ones.
     rng = np.random.default_rng(0)
     large = uniform_log(600, rewards=rng.normal(size=600) + 1000 * (np.arange(600) % 300 == 0), n_arms=3)
-    assert "effective rewards differ" in doubts(large, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+    assert "effective rewards differ" in doubts(large, thirds)
 
 
 def test_a_log_of_clicks_alone_has_no_interval():
@@ -214,17 +218,13 @@ def test_constant_rewards_have_an_interval_within_their_range_alone():
 
 def test_intervals_of_differences_and_of_the_log():
     log, _ = learning_log(2)
-
-    def uniform(contexts: np.ndarray) -> np.ndarray:
-        return np.full((len(contexts), 3), 1 / 3)
-
-    both, back = compare(log, contrary, uniform), compare(log, uniform, contrary)
+    both, back = compare(log, contrary, thirds), compare(log, thirds, contrary)
     low, high = both.difference.interval(0.9)
     assert low < both.difference.value < high
     assert back.difference.interval(0.9) == approx((-high, -low))
     least, most = both.first.logged.interval(0.9)
     assert least < log.rewards.mean() < most
-    low, high = compare(log, uniform, uniform).difference.interval(0.9)
+    low, high = compare(log, thirds, thirds).difference.interval(0.9)
     assert low < 0 < high
 
 
@@ -240,13 +240,7 @@ def test_a_decision_is_predicted_by_earlier_ones_alone():
         fits = [end for end in range(1, row + 1) if close(before[row], _ridge(log, end, row), atol=1e-8)]
         assert fits
         assert max(fits) >= row / 1.12 - 1
-    other = Log.of(
-        contexts=log.contexts,
-        arms=log.arms,
-        probabilities=log.probabilities,
-        rewards=np.where(np.arange(60) < 30, log.rewards, 99.0),
-        n_arms=3,
-    )
+    other = Log(**{**vars(log), "rewards": np.where(np.arange(60) < 30, log.rewards, 99.0)})
     np.testing.assert_array_equal(predicted_before(other)[:31], before[:31])
     assert not close(predicted_before(other)[40:], before[40:])
 
@@ -272,10 +266,8 @@ def test_a_window_judges_its_decisions_by_a_model_of_all_before_them():
     np.testing.assert_array_equal(found.log.ids, np.arange(30, 70))
     np.testing.assert_array_equal(found.predicted, predicted_before(log)[30:70])
     weighted = whole.shares[range(90), log.arms] / log.probabilities * log.rewards
-    for one, terms in (
-        (found.ips, weighted),
-        (found.doubly_robust, doubly_robust_terms(whole.log, whole.predicted, whole.shares)),
-    ):
+    robust = doubly_robust_terms(whole.log, whole.predicted, whole.shares)
+    for one, terms in ((found.ips, weighted), (found.doubly_robust, robust)):
         assert one.value == approx(terms[30:70].mean())
         assert one.error == approx(terms[30:70].std(ddof=1) / np.sqrt(40))
     parts = [quietly(log, policy, until=30), quietly(log, policy, since=30)]
@@ -403,9 +395,7 @@ def test_sequences_scale_with_the_rewards_and_their_range():
 def test_sequences_of_rewards_outside_their_range_are_refused():
     found = quietly(drawn(80, 2), policy)
     for given in ((0, 0.5), (0.5, 1), (1, 0), (0, np.nan), (-np.inf, 1)):
-        with pytest.raises(
-            MatchError, match=r"reward_range must be \(low, high\) around all rewards, here 0 to 1; got"
-        ):
+        with pytest.raises(MatchError, match=r"must be \(low, high\) around all rewards, here 0 to 1; got"):
             found.sequence(0.95, reward_range=given)
     with pytest.raises(SettingError, match="level must lie between 0 and 1"):
         found.sequence(95, reward_range=(0, 1))
@@ -416,7 +406,7 @@ def test_sequences_of_rewards_outside_their_range_are_refused():
 
 def test_two_policies_are_compared_decision_by_decision():
     log, _ = learning_log(1)
-    found = compare(log, contrary, lambda contexts: np.full((len(contexts), 3), 1 / 3), since=20)
+    found = compare(log, contrary, thirds, since=20)
     one, other = (doubly_robust_terms(each.log, each.predicted, each.shares) for each in (found.first, found.second))
     assert found.difference.value == approx(found.first.doubly_robust.value - found.second.doubly_robust.value)
     assert found.difference.error == approx(np.std(one - other, ddof=1) / np.sqrt(280))
@@ -425,7 +415,7 @@ def test_two_policies_are_compared_decision_by_decision():
     for part in ("first", "second", "difference", "95% interval"):
         assert part in text
     assert "not to be trusted" not in text
-    swapped = compare(log, lambda contexts: np.full((len(contexts), 3), 1 / 3), contrary, since=20)
+    swapped = compare(log, thirds, contrary, since=20)
     back, there = (each.sequence(0.9, reward_range=(0, 1)) for each in (swapped, found))
     assert_close(back.lower, -there.upper)
     assert_close(back.upper, -there.lower)
@@ -528,10 +518,6 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     assert found.impossible == 0
     assert_close(found.ips.value, found.logged.value)
     assert found.effective_size == approx(200)
-
-    def thirds(contexts: np.ndarray) -> np.ndarray:
-        return np.full((len(contexts), 3), 1 / 3)
-
     renormalised = evaluate(log, thirds)
     assert (renormalised.impossible, renormalised.doubts) == (0, ())
     assert_close(renormalised.shares, allowed / allowed.sum(axis=1, keepdims=True))
@@ -540,12 +526,9 @@ def test_an_agent_chooses_among_the_arms_that_were_on_offer():
     assert_close(evaluate(log, more).ips.value, found.ips.value)
     less.remove_arm(2)
     for one in (fewer, less):
-        assert (
-            evaluate(log, one).ips == evaluate(log, lambda contexts: np.tile([0.5, 0.5, 0.0], (len(contexts), 1))).ips
-        )
-    with pytest.warns(
-        BayesAdamWarning, match="in 100 decisions the policy chooses none of the arms that were on offer"
-    ):
+        halves = evaluate(log, lambda contexts: np.tile([0.5, 0.5, 0.0], (len(contexts), 1)))
+        assert evaluate(log, one).ips == halves.ips
+    with pytest.warns(BayesAdamWarning, match="in 100 decisions the policy chooses none of the arms that were on"):
         stuck = evaluate(log, lambda contexts: np.full(len(contexts), 2))
     assert stuck.impossible == approx(0.5)
 
@@ -583,13 +566,8 @@ def test_a_log_without_rewards_says_so(tmp_path):
 def uniform_log(n: int, seed: int = 0, **changes: object) -> Log:
     rng = np.random.default_rng(seed)
     arms = rng.integers(3, size=n)
-    given = {
-        "contexts": rng.normal(size=(n, 1)),
-        "arms": arms,
-        "probabilities": np.full(n, 1 / 3),
-        "rewards": arms + 0.0,
-    }
-    return Log.of(**{**given, "n_arms": 3, **changes})
+    plain = {"contexts": rng.normal(size=(n, 1)), "arms": arms, "probabilities": np.full(n, 1 / 3), "n_arms": 3}
+    return Log.of(**{**plain, "rewards": arms + 0.0, **changes})
 
 
 def first(contexts: np.ndarray) -> np.ndarray:
@@ -615,7 +593,7 @@ def test_doubts_say_why():
     never = doubts(uniform_log(300, n_arms=4), lambda contexts: np.tile([0.5, 0.2, 0.2, 0.1], (len(contexts), 1)))
     assert "10.0% of the policy's probability is on arms that the log never chose" in never
     with pytest.warns(BayesAdamWarning):
-        both = compare(uniform_log(60), first, lambda contexts: np.full((len(contexts), 3), 1 / 3))
+        both = compare(uniform_log(60), first, thirds)
     assert "not to be trusted: first: the effective sample size is" in str(both)
     assert "second: " not in str(both)
 

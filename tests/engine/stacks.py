@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from bayesadam.engine.gradients import loss_and_slope
 from bayesadam.engine.network import Network, forward, unflatten
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.stack import Stack, constant, train
+from bayesadam.engine.stack import Stack, constant
 
 NETWORK = Network(2, (5, 4), 1, "tanh")
 N, SIZE, STEPS, LR = 40, 8, 12, 0.01
@@ -29,9 +31,12 @@ def batch(chosen: Tensor):
     return x[chosen], lambda f: loss_and_slope(lambda g: (g - y[chosen]).square().mean(dim=(1, 2)), f)[1]
 
 
+batches = partial(map, batch)
+
+
 def stack_of(rule: Adam, seeds=(0, 1), network: Network = NETWORK, **options) -> Stack:
-    stack = Stack(network, rule, seeds, batch, **options)
-    train(stack, [rows(len(seeds))], constant(LR))
+    stack = Stack(network, rule, seeds, batches, **options)
+    stack.train(rows(len(seeds)), constant(LR))
     return stack
 
 

@@ -11,9 +11,9 @@ import torch
 from bayesadam.engine.gradients import StackedGradient, loss_and_slope
 from bayesadam.engine.network import ACTIVATIONS, flatten, forward, initial, unflatten
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.stack import Stack, constant, cosine, train
+from bayesadam.engine.stack import Stack, constant, cosine
 from bayesadam.engine.streams import Streams
-from engine.stacks import LR, NETWORK, SIZE, batch, data, rows, stack_of
+from engine.stacks import LR, NETWORK, SIZE, batches, data, rows, stack_of
 from floats import assert_close
 
 
@@ -64,16 +64,22 @@ def test_dropout_trains_under_its_masks():
         assert_close(stack.params[name][0], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rate", [0.2, 0.5])
+def test_units_are_kept_where_uniform_numbers_say_so(rate):
+    kept, uniform = Streams([3, 4], "x").kept(rate, 5, 8), Streams([3, 4], "x").uniform(5, 8)
+    assert_close(kept, (uniform >= rate).float() / (1 - rate))
+
+
 def test_a_stack_resumes_from_its_tensors():
     network = replace(NETWORK, dropout=0.2)
     whole, half = (stack_of(Adam(), network=network, average=0.9) for _ in range(2))
-    resumed = Stack(network, Adam(), (0, 1), whole.batch, average=0.9)
+    resumed = Stack(network, Adam(), (0, 1), whole.batches, average=0.9)
     for key, tensor in resumed.tensors().items():
         tensor.copy_(half.tensors()[key])
     resumed.done = half.done
     resumed.streams.restore(half.streams.state())
     for stack in (whole, resumed):
-        train(stack, [rows(2).flip(0)], constant(LR))
+        stack.train(rows(2).flip(0), constant(LR))
     for key, tensor in whole.tensors().items():
         assert_close(resumed.tensors()[key], tensor)
 
@@ -81,9 +87,9 @@ def test_a_stack_resumes_from_its_tensors():
 def test_averages_clips_penalties_and_schedules():
     averaged = stack_of(Adam(), average=0.5)
     assert not torch.equal(averaged.mean, averaged.weights)
-    decayed, pulled = stack_of(Adam(weight_decay=0.1)), Stack(NETWORK, Adam(), (0, 1), batch)
+    decayed, pulled = stack_of(Adam(weight_decay=0.1)), Stack(NETWORK, Adam(), (0, 1), batches)
     pulled.penalty = 0.1
-    train(pulled, [rows(2)], constant(LR))
+    pulled.train(rows(2), constant(LR))
     assert_close(pulled.weights, decayed.weights, rtol=1e-5, atol=1e-7)
     tiny, plain = (stack_of(Adam(betas=(0.0, 0.9)), clip=clip) for clip in (1e-6, math.inf))
     assert tiny.state["exp_avg"].norm(dim=1).max() <= 1.001e-6 < plain.state["exp_avg"].norm(dim=1).min()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeGuard, get_args
 
 import numpy as np
@@ -17,8 +18,18 @@ from torch import Tensor
 
 from bayesadam import _storage as storage
 from bayesadam._files import damage_named
-from bayesadam.bandits.log import AnyPath, Event, LogReader, LogWriter, Position, Standing
-from bayesadam.bandits.network import Belief, Hybrid
+from bayesadam.bandits.log import (
+    AnyPath,
+    Decision,
+    Event,
+    LogReader,
+    LogWriter,
+    Position,
+    Standing,
+    decision_line,
+    line,
+)
+from bayesadam.bandits.network import Belief, Hybrid, Line
 from bayesadam.bandits.observations import MOST_ROOM, Contexts, Observations, Rewards
 from bayesadam.bandits.settings import HybridSettings
 from bayesadam.errors import BayesAdamError, FileError, MatchError, SettingError
@@ -29,15 +40,10 @@ Numbers = npt.ArrayLike | Tensor
 _DEFAULTS = {"hybrid": HybridSettings(), "linear": HybridSettings(hidden=())}
 AGENTS = tuple(_DEFAULTS)
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A chosen arm, with its probability in this context; its reward is reported by the `id`."""
-
-    id: int
-    arm: int
-    probability: float
+# In the background a training rests for so many seconds after every step.
+_REST = 2e-4
+# Of what came meanwhile, a new belief takes note of so many at once, and of so few while decisions wait.
+_BLOCK, _FEW = 256, 16
 
 
 def make_agent(
@@ -93,7 +99,6 @@ class Agent:
         self._standing = Standing(n_features, n_arms)
         self._seen = Observations(n_features, settings.forget)
         self._learner = Hybrid(settings, n_features, n_arms, seed)
-        self._since_training = 0
         # `_learning` is held while something is learnt, `_acting` while the belief or the observations are used.
         self._learning, self._acting = threading.RLock(), threading.RLock()
         # The thread of a training in the background, whether one goes on, and what made one fail.
@@ -117,7 +122,7 @@ class Agent:
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
         with self._acting:
-            chosen, _, tried = self._choose(rows, allowed)
+            chosen, tried, _ = self._choose(rows, allowed)
             for arm in chosen[:tried]:
                 self._standing.pulls[arm] += 1
         return chosen[0] if single else np.array(chosen)
@@ -131,28 +136,28 @@ class Agent:
         rows, single = self._contexts(context)
         allowed = self._arms(arms)
         with self._acting:
-            first, (chosen, shares, tried) = self._standing.next_id, self._choose(rows, allowed)
-            events: list[Event] = []
-            for at, (row, arm, share) in enumerate(zip(rows, chosen, shares, strict=True)):
-                event = {"event": "decision", "decision": first + at, "context": row, "arm": arm}
-                event |= {"probability": share[allowed.index(arm)], "arms": allowed, "probabilities": share}
-                events.append(event | {"tried": at < tried})
-            self._take(*events)
-        made = [Decision(event["decision"], event["arm"], event["probability"]) for event in events]
+            first, (chosen, tried, lines) = self._standing.next_id, self._choose(rows, allowed)
+            shares = [[float(one == arm) for one in allowed] for arm in chosen[:tried]]
+            shares += self._learner.shares(chosen[tried:], lines, allowed)
+            chances = [share[allowed.index(arm)] for arm, share in zip(chosen, shares, strict=True)]
+            made = list(map(Decision, itertools.count(first), chosen, chances))
+            pairs = zip(made, rows, shares, strict=True)
+            self._write(decision_line(one, row, allowed, share, one.id < first + tried) for one, row, share in pairs)
+            for one, row in zip(made, rows, strict=True):
+                self._standing.decided(one, row, one.id < first + tried)
         return made[0] if single else made
 
-    def _choose(self, rows: Contexts, allowed: list[int]) -> tuple[list[int], list[list[float]], int]:
-        """The arms, the probabilities of those allowed, and how many of the first were tried in turn."""
+    def _choose(self, rows: Contexts, allowed: list[int]) -> tuple[list[int], int, list[Line]]:
+        """The arms, how many of the first were tried in turn, and the lines that the others were chosen by."""
         pulls, chosen = [self._standing.pulls[arm] for arm in allowed], list[int]()
         while len(chosen) < len(rows) and (least := min(pulls)) < self.settings.initial_pulls:
             at = pulls.index(least)
             pulls[at] += 1
             chosen.append(allowed[at])
-        tried, shares = len(chosen), [[float(one == arm) for one in allowed] for arm in chosen]
-        if tried < len(rows):
-            more, probabilities = self._learner.chosen(rows[tried:], allowed)
-            chosen, shares = chosen + more, shares + probabilities
-        return chosen, shares, tried
+        if (tried := len(chosen)) == len(rows):
+            return chosen, tried, []
+        more, lines = self._learner.chosen(rows[tried:], allowed)
+        return chosen + more, tried, lines
 
     def probabilities(
         self, contexts: Numbers, *, allowed: npt.NDArray[np.bool_] | None = None
@@ -181,30 +186,25 @@ class Agent:
         with self._learning:
             self._tell()
             with self._acting:
-                self._write({"event": "update", "contexts": rows, "arms": arms.tolist(), "rewards": rewards})
+                lists = {"contexts": rows.tolist(), "arms": arms.tolist(), "rewards": rewards.tolist()}
+                self._write(map(line, [{"event": "update", **lists}]))
             self._learn(rows, arms, rewards)
 
     def reward(self, decision: int, reward: float) -> None:
         """The reward of an earlier `decide`, by the decision's `id`; otherwise as `update`."""
-        value = self._rewards(reward, 1)
+        is_simple = isinstance(reward, float) and abs(reward) <= _LARGEST
+        # With no more digits than a float32 has.
+        value = float(str(np.float32(reward) if is_simple else self._rewards(reward, 1)[0]))
         with self._learning:
             self._tell()
             with self._acting:
                 if not self._waits(decision):
                     raise MatchError(f"decision {decision} was rewarded or forgotten before: see agent.pending")
-                context, arm = self._standing.waiting[decision]
-                self._take({"event": "reward", "decision": int(decision), "reward": value[0]})
-            self._learn([context], [arm], value)
+                lesson = self._take({"event": "reward", "decision": int(decision), "reward": value})
+            self._learn(*lesson)
 
-    def _learn(
-        self,
-        contexts: Sequence[Any] | Contexts,
-        arms: Sequence[int] | npt.NDArray[Any],
-        paid: Sequence[float] | Rewards,
-        *,
-        now: bool = False,
-    ) -> None:
-        """Add observations (k, features), (k,), (k,); every `train_every` of them, train if that is due."""
+    def _learn(self, contexts: Any, arms: Any, paid: Any, *, now: bool = False) -> None:
+        """Add observations (k, features), (k,), (k,), at most `train_every` at a time, and train when that is due."""
         every = self.settings.train_every
         for first in range(0, len(paid), every):
             part = slice(first, first + every)
@@ -212,33 +212,33 @@ class Agent:
                 # More come than a training can take note of.
                 self._thread.join()
             with self._acting:
-                if not self._busy and self._seen.count + len(paid[part]) > MOST_ROOM:
+                if not self._busy and self._seen.count + every > MOST_ROOM:
                     self._seen.thin()
                 self._learner.observe(self._seen, self._seen.add(contexts[part], arms[part], paid[part]))
-            self._since_training += len(paid[part])
-            if self._since_training >= every and not self._busy:
-                self._since_training = 0
-                if self._learner.due(self._seen):
-                    self._begin_training(now or self.training == "now")
+            if not self._busy and self._seen.total >= every and self._learner.due(self._seen):
+                with self._acting:
+                    arguments = self._seen.snapshot(), copy.deepcopy(self._learner.belief)
+                    self._busy = True
+                if now or self.training == "now":
+                    self._train(*arguments, now=True)
+                else:
+                    self._thread = threading.Thread(target=self._train, args=arguments, name="bayesadam training")
+                    self._thread.start()
 
-    def _begin_training(self, now: bool) -> None:
-        with self._acting:
-            arguments = self._seen.snapshot(), copy.deepcopy(self._learner.belief), now
-            self._busy = True
-        if now:
-            self._train(*arguments)
-        else:
-            self._thread = threading.Thread(target=self._train, args=arguments, name="bayesadam training")
-            self._thread.start()
-
-    def _train(self, seen: Observations, belief: Belief, now: bool) -> None:
+    def _train(self, seen: Observations, belief: Belief, *, now: bool = False) -> None:
         """Train, take note of the observations that came meanwhile, and let the new belief take over."""
         try:
-            new = self._learner.train(seen, belief)
-            # Most of them while decisions are made, and the few that came then while none is.
-            seen = self._catch_up(new, seen.count)
+            new = self._learner.train(seen, belief, 0.0 if now else _REST)
+            first = seen.count
+            while first < self._seen.count - _FEW:
+                with self._acting:
+                    seen = self._seen.snapshot()
+                part = slice(first, min(first + _BLOCK, seen.count))
+                self._learner.observe(seen, part, new)
+                first = part.stop
+                time.sleep(_REST)
             with self._acting:
-                self._catch_up(new, seen.count)
+                self._learner.observe(self._seen, slice(first, self._seen.count), new)
                 self._learner.belief = new
         except Exception as error:
             if now:
@@ -246,14 +246,6 @@ class Agent:
             self._failure = error
         finally:
             self._busy = False
-
-    def _catch_up(self, new: Belief, first: int) -> Observations:
-        """Let a belief take note of the observations from this row on; returns these and those before."""
-        with self._acting:
-            seen = self._seen.snapshot()
-        if seen.count > first:
-            self._learner.note(new, seen, slice(first, seen.count))
-        return seen
 
     def wait(self) -> None:
         """Return when no training goes on in the background; a `BayesAdamError` if the last one failed."""
@@ -318,18 +310,17 @@ class Agent:
             raise SettingError(f"arm {arm!r} cannot be {change}: one of {possible} can, but the last one stays")
         self._take({"event": "arm", "arm": int(arm), "change": change})
 
-    def _write(self, *events: Event) -> None:
-        """Log events; without a log, the one before is no longer of all that the agent knows."""
+    def _write(self, lines: Iterable[str]) -> None:
+        """Log lines; without a log, the one before is no longer of all that the agent knows."""
         if self._log is not None:
-            self._log.write(*events)
+            self._log.write("".join(lines))
         elif self._known is not None:
             self._known = Position(self._known.id)
 
-    def _take(self, *events: Event) -> None:
-        """Write events, then apply them."""
-        self._write(*events)
-        for event in events:
-            self._standing.take(event)
+    def _take(self, event: Event) -> Any:
+        """Write an event, then apply it; what is to be learnt from it."""
+        self._write(map(line, [event]))
+        return self._standing.take(event)
 
     def log(self, path: AnyPath | None, *, sync: bool = False) -> None:
         """Write every decision before it is returned, every reward, and every change of the arms to a file from now on.
@@ -352,7 +343,7 @@ class Agent:
                     raise MatchError(f"{path} is another agent's log: give a new file, or make an agent by replay")
                 self._follow(writer.before)
             elif self._standing.waiting or self._standing.removed:
-                writer.write(*self._standing.events())
+                writer.write("".join(self._standing.lines()))
             self._log = writer
 
     def _position(self) -> Position | None:
@@ -373,12 +364,8 @@ class Agent:
     def _follow(self, written: Iterable[Event]) -> None:
         """Do as the agent that wrote these events did."""
         for event in written:
-            if event["event"] == "reward":
-                context, arm = self._standing.waiting[event["decision"]]
-                self._learn([context], [arm], [event["reward"]], now=True)
-            elif event["event"] == "update":
-                self._learn(event["contexts"], event["arms"], event["rewards"], now=True)
-            self._standing.take(event)
+            if (lesson := self._standing.take(event)) is not None:
+                self._learn(*lesson, now=True)
             if event.get("change") == "added":
                 self._learner = self._learner.widened()
 
@@ -400,7 +387,6 @@ class Agent:
                 "gone": sorted(standing.removed),
                 "pulls": standing.pulls,
                 "next_id": standing.next_id,
-                "since_training": self._since_training,
                 "log": position and (position.id, position.end),
                 "mark": position and position.mark,
             }
@@ -421,7 +407,6 @@ class Agent:
                 # Of release 0.3's linear agent, which had no heads.
                 agent._learner.observe(agent._seen, slice(0, agent._seen.count))
                 agent._learner.belief = agent._learner.train(agent._seen, agent._learner.belief)
-            agent._since_training = header["since_training"]
             if header["log"]:
                 name, end = header["log"]
                 agent._known = Position(name, end, header.get("mark"))
@@ -529,6 +514,7 @@ def _is_index(value: object) -> TypeGuard[int]:
 def _numbers(values: Numbers, what: str) -> npt.NDArray[np.float32]:
     """Finite numbers; text is refused, which numpy would read as numbers where it can."""
     array = np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values)
-    if array.dtype.kind not in "biuf" or not (np.abs(array) <= _LARGEST).all():
+    # A NaN is the largest.
+    if array.dtype.kind not in "biuf" or not np.abs(array).max(initial=0) <= _LARGEST:
         raise MatchError(f"{what} must be finite numbers that fit float32, got {values!r}")
     return array.astype(np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,11 @@ import torch
 from bayesadam.bandits.observations import Contexts, Floats, Indices, Rewards
 from bayesadam.errors import MatchError
 
-# Rows whose products with all covariances are in memory at once.
-_ROWS = 256
+# a₀ of the prior.
+SHAPE = 1.0
+# More observations than the first number are added in blocks: long calls into BLAS leave the interpreter to other
+# threads. The second is how many rows are worked on at once, the third how many calls of `update` may wait.
+_FEW, _ROWS, _MANY = 16, 256, 64
 
 
 def with_constant(x: Contexts | Floats) -> Floats:
@@ -83,42 +87,100 @@ def shared_precision(gaps: Floats, covariance: Floats, variance: float, first: F
     return shared
 
 
-@dataclass(eq=False)
 class Head:
-    """σ² ~ IG(a, b), β | σ² ~ N(μ, σ² C) for every arm."""
+    """σ² ~ IG(a, b), β | σ² ~ N(μ, σ² C) for every arm: μ is (arms, features), C (arms, features, features).
 
-    mean: Floats  # μ, (arms, features)
-    covariance: Floats  # C, (arms, features, features)
-    shape: Floats  # a, (arms,)
-    scale: Floats  # b, (arms,)
+    `joint` holds C with μ as its last row, (arms, features + 1, features), so that one product with x gives C x and
+    μᵀ x of every arm; `shape` is a and `scale` b, (arms,) each. After each observation b and a − a₀ of every arm are
+    multiplied by the `memory`.
+    """
+
+    def __init__(self, mean: Floats, covariance: Floats, shape: Floats, scale: Floats, memory: float) -> None:
+        self.joint, self.shape, self.scale = np.concatenate([covariance, mean[:, None]], axis=1), shape, scale
+        self.memory, self._waiting = memory, list[tuple[list[int], list[float], Floats]]()
 
     @classmethod
-    def prior(cls, arms: int, width: int, shape: float) -> Head:
+    def prior(cls, arms: int, width: int, memory: float = 1.0) -> Head:
         """Around 0, with C = 1 and b = 0."""
         identity = np.tile(np.eye(width), (arms, 1, 1))
-        return cls(np.zeros((arms, width)), identity, np.full(arms, shape), np.zeros(arms))
+        return cls(np.zeros((arms, width)), identity, np.full(arms, SHAPE), np.zeros(arms), memory)
 
-    def update(self, arm: int, x: Floats, reward: float) -> None:
-        """Add an observation: C ← C − g gᵀ/w, μ ← μ + e g/w, b ← b + ½ e²/w, a ← a + ½.
+    @property
+    def mean(self) -> Floats:
+        """μ, in the same memory."""
+        return self.joint[:, -1]
 
-        Here e = r − μᵀ x, g = C x and w = 1 + xᵀ g.
+    @property
+    def covariance(self) -> Floats:
+        """C, in the same memory."""
+        return self.joint[:, :-1]
+
+    def predict(self, x: Floats) -> tuple[Floats, Floats]:
+        """μᵀ x and xᵀ C x of every arm, (k, features) → (k, arms) each."""
+        if len(x) > _ROWS:
+            parts = [self.predict(x[first : first + _ROWS]) for first in range(0, len(x), _ROWS)]
+            return np.concatenate([mean for mean, _ in parts]), np.concatenate([widths for _, widths in parts])
+        reach = (x @ self.joint.reshape(-1, x.shape[1]).T).reshape(len(x), *self.joint.shape[:2])
+        return reach[..., -1], np.maximum((reach[..., :-1] @ x[:, :, None])[..., 0], 0)
+
+    def noises(self, own: float) -> list[float]:
+        """σ_a² = (b + κσ²)/(a − a₀ + κ), κ = `own`: every arm's noise, shrunk toward that of all arms together."""
+        halves, scales = [a - SHAPE for a in self.shape.tolist()], self.scale.tolist()
+        shared = own * sum(scales) / (SHAPE + sum(halves))
+        return [(scale + shared) / (half + own) for scale, half in zip(scales, halves, strict=True)]
+
+    def update(self, arms: list[int], rewards: list[float], x: Floats, *, later: bool = False) -> None:
+        """Add observations of any arms, one after the other; x is (k, features). `later`: once there are many."""
+        self._waiting.append((arms, rewards, x))
+        if not later or len(arms) > _FEW or len(self._waiting) >= _MANY:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add what waits.
+
+        C ← C − g gᵀ/w, μ ← μ + e g/w, b ← b + ½ e²/w, a ← a + ½, with e = r − μᵀ x, g = C x and w = 1 + xᵀ g.
         """
-        covariance, mean = self.covariance[arm], self.mean[arm]
-        reach = covariance @ x
-        whole, error = 1 + float(x @ reach), reward - float(mean @ x)
-        covariance -= (reach / whole)[:, None] * reach
-        mean += error / whole * reach
-        self.scale[arm] += 0.5 / whole * error * error
-        self.shape[arm] += 0.5
+        parts, self._waiting = self._waiting, []
+        if sum(len(arms) for arms, _, _ in parts) > _FEW:
+            arms, rewards = (np.array([*itertools.chain(*(part[at] for part in parts))]) for at in (0, 1))
+            x = np.concatenate([x for _, _, x in parts])
+            for rows in np.split(np.arange(len(x)), range(_ROWS, len(x), _ROWS)):
+                self._add_block(arms[rows], rewards[rows], x[rows])
+            return
+        for arm, reward, row in itertools.chain.from_iterable(zip(*part, strict=True) for part in parts):
+            joint = self.joint[arm]
+            reach = joint.dot(row)
+            gain, error = reach[:-1], reward - float(reach[-1])
+            whole = 1 + float(row.dot(gain))
+            reach[-1] = -error
+            joint -= (reach / whole)[:, None] * gain
+            self.scale[arm] += 0.5 / whole * error * error
+            self.shape[arm] += 0.5
+            self._forget(1)
 
-    def widths(self, x: Floats) -> Floats:
-        """xᵀ C x of every arm, (k, features) → (k, arms)."""
-        (k, width), arms = x.shape, len(self.mean)
-        widths, flat = np.empty((k, arms)), self.covariance.reshape(-1, width).T
-        for first in range(0, k, _ROWS):
-            rows = x[first : first + _ROWS]
-            widths[first : first + _ROWS] = np.matmul((rows @ flat).reshape(-1, arms, width), rows[:, :, None])[..., 0]
-        return np.maximum(widths, 0, out=widths)
+    def _add_block(self, arms: Indices, rewards: Floats, x: Floats) -> None:
+        """The same at once for the rows X of an arm: with L Lᵀ = 1 + X C Xᵀ, H = L⁻¹ X C and z = L⁻¹ (r − X μ) it is
+        C ← C − Hᵀ H, μ ← μ + Hᵀ z, and z² are the e²/w of one after the other.
+        """
+        fade = 0.5 * self.memory ** np.arange(len(arms), 0, -1)
+        self._forget(len(arms))
+        for arm in np.unique(arms):
+            rows = arms == arm
+            own = x[rows]
+            reach = own @ self.joint[arm].T
+            root = np.linalg.cholesky(reach[:, :-1] @ own.T + np.eye(len(own)))
+            reach[:, -1] -= rewards[rows]
+            solved = np.linalg.solve(root, reach)
+            self.joint[arm] -= solved.T @ solved[:, :-1]
+            self.scale[arm] += fade[rows] @ solved[:, -1] ** 2
+            self.shape[arm] += fade[rows].sum()
+
+    def _forget(self, count: int) -> None:
+        """What so many observations leave of b and a − a₀."""
+        if self.memory < 1:
+            kept = self.memory**count
+            self.scale *= kept
+            self.shape += (1 - kept) * (SHAPE - self.shape)
 
     def left_out(self, arms: Indices, x: Floats, rewards: Floats) -> tuple[Floats, Floats]:
         """Errors of fitted observations as if each were left out, e/(1 − xᵀ C x), and 1 − xᵀ C x: (k,)."""

@@ -22,6 +22,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,12 @@ from bayesadam import _storage as storage
 from bayesadam._warnings import warn
 from bayesadam.errors import FileError, MatchError, MissingFileError
 
+try:
+    import fcntl
+except ImportError:
+    # On Windows.
+    fcntl = None  # type: ignore[assignment]
+
 AnyPath = str | os.PathLike[str]
 Event = dict[str, Any]
 _MARKED = 4096
@@ -39,24 +46,36 @@ _MARKED = 4096
 _KIND = storage.Kind("bayesadam.bandits", "a log of decisions", ": give the file that Agent.log wrote")
 
 
-def _shortest(values: npt.NDArray[np.float32] | np.float32) -> Any:
-    """Floats, nested as an array of float32 is, with no more digits than a float32 has."""
-    return [_shortest(value) for value in values] if isinstance(values, np.ndarray) else float(str(values))
+@cache
+def _list(n: int, digits: int) -> str:
+    """What formats n numbers as a list; nine digits are exact of float32, seventeen of float64."""
+    return f"[{','.join([f'%.{digits}g'] * n)}]"
 
 
-# What Python writes as JSON does.
-_PLAIN = ("decision", "arm", "probability", "arms", "probabilities")
-_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_shortest)
+@dataclass(frozen=True)
+class Decision:
+    """A chosen arm, with its probability in this context; its reward is reported by the `id`."""
+
+    id: int
+    arm: int
+    probability: float
 
 
-def _line(event: Event) -> str:
-    """One line of JSON. Decisions, which are many, are formatted at once, contexts in nine digits: exact."""
-    if event["event"] != "decision":
-        return f"{_JSON.encode(event)}\n"
-    context = np.asarray(event["context"], np.float32).tolist()
-    digits = ",".join(["%.9g"] * len(context)) % tuple(context)
-    rest = ",".join(f'"{name}":{event[name]}' for name in _PLAIN)
-    return f'{{"event":"decision","context":[{digits}],{rest},"tried":{str(event["tried"]).lower()}}}\n'
+def decision_line(made: Decision, context: Any, arms: list[int], shares: list[float], tried: bool) -> str:
+    """Of a decision among these arms with these probabilities; there are many, and they are formatted by hand."""
+    features = np.asarray(context, np.float32).tolist()
+    return (
+        f'{{"event":"decision","context":{_list(len(features), 9) % tuple(features)},"decision":{made.id},'
+        f'"arm":{made.arm},"probability":{made.probability},"arms":{arms},'
+        f'"probabilities":{_list(len(shares), 17) % tuple(shares)},"tried":{"true" if tried else "false"}}}\n'
+    )
+
+
+def line(event: Event) -> str:
+    """Of any other event."""
+    if event["event"] == "reward":
+        return f'{{"event":"reward","decision":{event["decision"]},"reward":{event["reward"]}}}\n'
+    return f"{json.dumps(event, separators=(',', ':'), allow_nan=False)}\n"
 
 
 class Standing:
@@ -70,43 +89,40 @@ class Standing:
         # Context and arm of the decisions that wait for a reward, by id.
         self.waiting: dict[int, tuple[Any, int]] = {}
 
-    def take(self, event: Event) -> None:
-        """The next event."""
-        match event:
-            case {"event": "decision", "decision": decision, "arm": arm}:
-                self.next_id = decision + 1
-                self.waiting[decision] = event["context"], arm
-                self.pulls[arm] += event["tried"]
-            case {"event": "reward" | "forget", "decision": decision}:
-                del self.waiting[decision]
-            case {"event": "arm", "change": "added"}:
-                self.n_arms += 1
-                self.pulls.append(0)
-            case {"event": "arm", "change": "removed", "arm": arm}:
-                self.removed.add(arm)
-            case {"event": "arm", "arm": arm}:
-                self.removed.discard(arm)
+    def decided(self, made: Decision, context: Any, tried: bool) -> None:
+        """The next decision."""
+        self.next_id = made.id + 1
+        self.waiting[made.id] = context, made.arm
+        self.pulls[made.arm] += tried
 
-    def check(self, event: Event) -> None:
-        """Raise a `ValueError`, `KeyError` or `TypeError` where an event of a file does not fit those before."""
-        contexts, arms, numbers = list[Any](), list[int](), list[float]()
+    def take(self, event: Event) -> tuple[Any, Any, Any] | None:
+        """The next event; contexts, arms and rewards where there is something to learn from it.
+
+        Raise a `ValueError`, `LookupError`, `TypeError` or `AttributeError` where it does not fit those before.
+        """
+        contexts, arms, numbers, lesson = list[Any](), list[int](), list[float](), None
         match event:
             case {"event": "decision", "decision": decision, "arm": arm, "arms": arms, "probabilities": numbers}:
-                contexts = [event["context"]]
-                possible = 0 < event["probability"] <= 1 + 1e-9 and len(arms) == len(numbers)
+                contexts, made = [event["context"]], Decision(decision, arm, event["probability"])
+                possible = 0 < made.probability <= 1 + 1e-9 and len(arms) == len(numbers)
                 if decision < self.next_id or arm not in arms or not possible:
                     raise ValueError(f"decision {decision} is out of order, or its arm impossible")
+                self.decided(made, event["context"], event["tried"])
             case {"event": "reward", "decision": decision, "reward": reward} if decision in self.waiting:
-                numbers = [reward]
+                context, arm = self.waiting.pop(decision)
+                numbers, lesson = [reward], ([context], [arm], [reward])
             case {"event": "forget", "decision": decision} if decision in self.waiting:
-                pass
+                del self.waiting[decision]
             case {"event": "update", "contexts": contexts, "arms": arms, "rewards": numbers}:
+                lesson = contexts, arms, numbers
                 if not len(contexts) == len(arms) == len(numbers):
                     raise ValueError("as many contexts, arms and rewards must be there")
             case {"event": "arm", "change": change, "arm": arm}:
-                changeable = {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}
-                if arm not in changeable[change]:
+                if arm not in {"added": [self.n_arms], "removed": self.arms(), "restored": self.removed}[change]:
                     raise ValueError(f"arm {arm} cannot be {change} here")
+                if change == "added":
+                    self.n_arms, self.pulls = self.n_arms + 1, [*self.pulls, 0]
+                self.removed = self.removed | {arm} if change == "removed" else self.removed - {arm}
             case _:
                 raise ValueError("no event that can be here")
         if any(len(context) != self.n_features for context in contexts):
@@ -115,24 +131,24 @@ class Standing:
             raise ValueError("contexts, rewards and probabilities must be finite numbers")
         if not set(arms) <= set(range(self.n_arms)):
             raise ValueError(f"there are {self.n_arms} arms here, not all of {arms}")
+        return lesson
 
     def copy(self) -> Standing:
         """The same, in memory of its own."""
         other = copy.copy(self)
-        other.removed, other.pulls, other.waiting = set(self.removed), list(self.pulls), dict(self.waiting)
+        other.pulls, other.waiting = list(self.pulls), dict(self.waiting)
         return other
 
     def arms(self) -> list[int]:
         """Those to choose from."""
         return [arm for arm in range(self.n_arms) if arm not in self.removed]
 
-    def events(self) -> list[Event]:
+    def lines(self) -> list[str]:
         """How a new log comes to where this is. What the probabilities of its decisions were is not known."""
-        events: list[Event] = [{"event": "arm", "arm": arm, "change": "removed"} for arm in sorted(self.removed)]
-        for decision, (context, arm) in self.waiting.items():
-            event = {"event": "decision", "decision": decision, "context": context, "arm": arm, "probability": 1.0}
-            events.append(event | {"arms": [arm], "probabilities": [1.0], "tried": True})
-        return events
+        lines = [line({"event": "arm", "arm": arm, "change": "removed"}) for arm in sorted(self.removed)]
+        for number, (context, arm) in self.waiting.items():
+            lines.append(decision_line(Decision(number, arm, 1.0), context, [arm], [1.0], True))
+        return lines
 
 
 @dataclass(frozen=True)
@@ -182,10 +198,8 @@ class LogReader:
                     warn(f"the last line of {path}, {len(line)} bytes, was only half written and is left out")
                     break
                 try:
-                    event = json.loads(line)
-                    self.standing.check(event)
-                    self.standing.take(event)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    self.standing.take(json.loads(line))
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
                     number = 1 + sum(1 for _ in _lines(file, 0, self.end))
                     raise FileError(f"{path} is damaged in line {number} ({error!r}): mend or remove it") from None
                 self.end += len(line)
@@ -234,7 +248,7 @@ class LogWriter:
             self.before = LogReader(path, since, standing) if os.fstat(self._descriptor).st_size else None
             if self.before is None:
                 self.id = secrets.token_hex(8)
-                self.write({"event": _KIND.header, "format": storage.FORMAT_VERSION, **about, "id": self.id})
+                self.write(line({"event": _KIND.header, "format": storage.FORMAT_VERSION, **about, "id": self.id}))
             else:
                 self.id, self.end = self.before.id, self.before.end
                 os.ftruncate(self._descriptor, self.end)
@@ -246,33 +260,29 @@ class LogWriter:
         """The end."""
         return Position(self.id, self.end, mark(self._descriptor, self.end))
 
-    def write(self, *events: Event) -> None:
-        """Append their lines, by one write, whole or not at all."""
+    def write(self, lines: str) -> None:
+        """Append lines, by one write, whole or not at all."""
         if self._process != os.getpid():
             raise FileError(f"{self.path} is another process's log: attach one in this process, {os.getpid()}")
-        lines = "".join(map(_line, events)).encode()
+        text = lines.encode()
         try:
-            written = os.write(self._descriptor, lines)
-            if written < len(lines):
+            written = os.write(self._descriptor, text)
+            if written < len(text):
                 os.ftruncate(self._descriptor, self.end)
-                raise OSError(0, f"only {written} of {len(lines)} bytes could be written")
+                raise OSError(0, f"only {written} of {len(text)} bytes could be written")
             if self._sync:
                 os.fsync(self._descriptor)
         except OSError as error:
             raise FileError(f"cannot log to {self.path}: {error.strerror}; agent.log(None) goes on without") from error
-        self.end += len(lines)
+        self.end += len(text)
 
 
 def _lock(descriptor: int, path: AnyPath) -> None:
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        # On Windows.
-        return
-    except BlockingIOError:
-        raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
+    if fcntl is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileError(f"{path} is written by another agent or process: give each a log of its own") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,21 +15,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bayesadam.bandits.linear import Head, Statistics, normal_equations, shared_precision, with_constant
+from bayesadam.bandits.linear import SHAPE, Head, Statistics, normal_equations, shared_precision, with_constant
 from bayesadam.bandits.observations import Contexts, Floats, Indices, Observations
 from bayesadam.bandits.settings import HybridSettings
 from bayesadam.engine.gradients import Slope
 from bayesadam.engine.network import Network, unflatten
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.stack import Stack, constant, train
+from bayesadam.engine.stack import Stack, constant
 from bayesadam.engine.streams import Streams
 
 Arrays = dict[str, npt.NDArray[Any]]
+# Mean and standard deviation of what arms pay.
+Line = tuple[list[float], list[float]]
 
 # The prior, in units of the rewards' range R: functions have a standard deviation of the first times R, and the noise
 # is inverse gamma with a shape of the second and a scale of the third times R²/(features + 1)³: trying everything is
 # cheap in few dimensions only.
-_FUNCTION, _SHAPE, _NOISE = 0.25, 1.0, 9.0
+_FUNCTION, _NOISE = 0.25, 9.0
 # The prior that arms share is learnt from them and from so many arms with the prior above, in so many steps a training.
 _FIRST_ARMS, _SHARED_STEPS = 4.0, 2
 # Half as many observations as the noise of all arms together counts for beside an arm's own.
@@ -43,11 +48,13 @@ _CAUTION = 4.0
 _PENALISED = 500.0
 # The next training comes when the number of observations has grown by this factor.
 _GROWTH = 1.3
-# One of so many observations is held out from the network, to weigh the heads by.
+# One of so many observations is held out from the network; the newest of them weigh the heads.
 _HOLD_OUT = 10
-_CLIP, _CHUNK = 5.0, 4096
+_WEIGHED = 4096
+_CLIP, _CHUNK = 5.0, 512
 # The least probability of an arm that was chosen.
 _LEAST = 2.0**-24
+_ROOT = math.sqrt(2)
 
 
 def best_shares(mean: Sequence[float], std: Sequence[float]) -> list[float]:
@@ -59,14 +66,21 @@ def best_shares(mean: Sequence[float], std: Sequence[float]) -> list[float]:
     shares, reached = [0.0] * len(mean), 0.0
     best = max(range(len(mean)), key=lambda arm: (mean[arm], std[arm]))
     while True:
-        m, s = mean[best], std[best]
-        crossings = [((m - mean[arm]) / (steep - s), -steep, arm) for arm, steep in enumerate(std) if steep > s]
-        if not crossings:
+        m, s, crossing, after = mean[best], std[best], math.inf, -1
+        for arm, steep in enumerate(std):
+            if steep > s:
+                t = (m - mean[arm]) / (steep - s)
+                if t < crossing or (t == crossing and steep > std[after]):
+                    crossing, after = t, arm
+        if after < 0:
             shares[best] = 1 - reached
             return shares
-        crossing, _, arm = min(crossings)
-        end = max(reached, math.erf(crossing / math.sqrt(2)))
-        shares[best], reached, best = end - reached, end, arm
+        end = max(reached, math.erf(crossing / _ROOT))
+        shares[best], reached, best = end - reached, end, after
+
+
+def _slope(target: Tensor, weight: Tensor, outputs: Tensor) -> Tensor:
+    return outputs.sub_(target).mul_(weight)
 
 
 @dataclass(eq=False)
@@ -87,7 +101,8 @@ class Belief:
         """Of a head, with a constant 1."""
         h = contexts
         for weight, bias in self.layers if head is self.hidden else ():
-            h = np.maximum(h @ weight.T + bias, 0)
+            h = h @ weight.T
+            np.maximum(np.add(h, bias, out=h), 0, out=h)
         return with_constant(h)
 
 
@@ -114,16 +129,17 @@ class Hybrid:
     def __init__(self, settings: HybridSettings, n_features: int, n_arms: int, seed: int) -> None:
         self.settings, self.n_features, self.n_arms, self.seed = settings, n_features, n_arms, seed
         self.network = Network(n_features, settings.hidden, n_arms, dropout=settings.dropout)
-        self.stack = Stack(self.network, Adam(), [seed], self._batch, average=settings.average, clip=_CLIP)
+        self.stack = Stack(self.network, Adam(), [seed], self._batches, average=settings.average, clip=_CLIP)
         self.streams = {purpose: Streams([seed], purpose) for purpose in ("explore", "hybrid", "batches")}
         self.streams["training"] = self.stack.streams
-        widths = n_features, (0, *settings.hidden)[-1]
-        linear, hidden = (Head.prior(n_arms, width + 1, _SHAPE) for width in widths)
-        self.belief = Belief(linear, hidden, self._layers(), 0.0, (0.0, 1.0), (np.inf, -np.inf))
-        # How many observations the next training waits for.
-        self._next = 0
-        # What a training learns from: contexts (n, features), arms and targets (n, 1).
-        self._data: tuple[Tensor, ...] = ()
+        memory = min(_MEMORY, 2 ** (-1 / (settings.forget or math.inf)))
+        hidden = Head.prior(n_arms, (0, *settings.hidden)[-1] + 1, memory)
+        linear, layers = Head.prior(n_arms, n_features + 1), self._layers()
+        self.belief = Belief(linear, hidden, layers, 0.0, (0.0, 1.0), (np.inf, -np.inf))
+        # How many observations the next training waits for, and for how long one rests after a step.
+        self._next, self._rest = 0, 0.0
+        # What a training learns from: contexts (n, features), arms and targets (n,).
+        self._data: tuple[npt.NDArray[Any], ...] = ()
 
     def _layers(self) -> list[tuple[Contexts, Contexts]]:
         """A copy of the network's hidden layers."""
@@ -158,34 +174,52 @@ class Hybrid:
 
     def predictive(self, contexts: Contexts) -> tuple[Floats, Floats]:
         """Mean and standard deviation of f, (k, arms), in units of the targets."""
-        belief, noise = self.belief, self._noise(self.belief)
-        mean = std = np.zeros(())
-        for head, weight in ((belief.linear, 1 - belief.share), (belief.hidden, belief.share)):
-            if weight:
-                x = belief.features(head, contexts)
-                widths, halves = head.widths(x), head.shape - _SHAPE
-                pooled = head.scale.sum() / (_SHAPE + halves.sum())
-                own = (head.scale + _OWN * pooled) / (halves + _OWN)
-                mean = mean + weight * (x @ head.mean.T)
-                std = std + weight * np.sqrt((own * widths / (_DOUBT + widths) + noise / head.shape) * widths)
+        mean, std = np.moveaxis(np.array(self._lines(contexts)), 1, 0)
         return mean, std
 
-    def chosen(self, contexts: Contexts, allowed: Sequence[int]) -> tuple[list[int], list[list[float]]]:
-        """The arms chosen for k contexts, and the probabilities of those allowed, (k, allowed)."""
-        mean, std = (part.astype(np.float32) for part in self.predictive(contexts))
+    def _lines(self, contexts: Contexts) -> list[Line]:
+        """The same as lists of every context."""
+        belief, noise, parts = self.belief, self._noise(self.belief), []
+        for head, weight in ((belief.linear, 1 - belief.share), (belief.hidden, belief.share)):
+            if weight:
+                floor = [noise / a for a in head.shape.tolist()]
+                parts.append((weight, *head.predict(belief.features(head, contexts)), head.noises(_OWN), floor))
+        if len(contexts) > 1:
+            mean = np.sum([weight * mean for weight, mean, *_ in parts], axis=0)
+            stds = [weight * np.sqrt((own * w / (_DOUBT + w) + floor) * w) for weight, _, w, own, floor in parts]
+            return list(zip(mean.tolist(), np.sum(stds, axis=0).tolist(), strict=True))
+        # Of few numbers, Python's own are faster than arrays.
+        means, stds = [0.0] * self.n_arms, [0.0] * self.n_arms
+        for weight, mean, widths, own, floor in parts:
+            for arm, (m, w, a, b) in enumerate(zip(mean[0].tolist(), widths[0].tolist(), own, floor, strict=True)):
+                means[arm] += weight * m
+                stds[arm] += weight * math.sqrt((a * w / (_DOUBT + w) + b) * w)
+        return [(means, stds)]
+
+    def chosen(self, contexts: Contexts, allowed: Sequence[int]) -> tuple[list[int], list[Line]]:
+        """The arms chosen for k contexts, and the lines that `shares` takes."""
+        lines, epsilon = self._lines(contexts), self.settings.epsilon
         if len(allowed) < self.n_arms:
-            mean, std = mean[:, allowed], std[:, allowed]
-        optimism = np.abs(self.streams["hybrid"].normal(len(contexts), 1).numpy()[0])
-        choice, epsilon = (mean + optimism * std).argmax(axis=1), self.settings.epsilon
+            lines = [([mean[arm] for arm in allowed], [std[arm] for arm in allowed]) for mean, std in lines]
+        arms, normals = [], self.streams["hybrid"].sources[0].standard_normal(len(contexts), np.float32)
+        for (mean, std), optimism in zip(lines, np.abs(normals).tolist(), strict=True):
+            values = [m + optimism * s for m, s in zip(mean, std, strict=True)]
+            arms.append(allowed[values.index(max(values))])
         if epsilon:
-            uniform = self.streams["explore"].uniform(len(contexts), 1 + self.n_arms).numpy()[0]
-            choice = np.where(uniform[:, 0] < epsilon, uniform[:, 1:][:, allowed].argmax(axis=1), choice)
-        arms, shares = choice.tolist(), list(map(best_shares, mean.tolist(), std.tolist()))
-        for at, share in zip(arms, shares, strict=True):
+            uniform = self.streams["explore"].sources[0].random((len(contexts), 1 + self.n_arms), np.float32)
+            for at in np.flatnonzero(uniform[:, 0] < epsilon):
+                arms[at] = allowed[int(uniform[at, 1:][allowed].argmax())]
+        return arms, lines
+
+    def shares(self, arms: Sequence[int], lines: list[Line], allowed: Sequence[int]) -> list[list[float]]:
+        """The probabilities of the arms allowed, (k, allowed), once one of them was chosen."""
+        shares, epsilon = [best_shares(*line) for line in lines], self.settings.epsilon
+        for arm, share in zip(arms, shares, strict=True):
+            at = allowed.index(arm)
             share[at] = max(share[at], _LEAST)
         if epsilon:
             shares = [[epsilon / len(allowed) + (1 - epsilon) * part for part in share] for share in shares]
-        return [allowed[at] for at in arms], shares
+        return shares
 
     def probabilities(self, contexts: Contexts, allowed: npt.NDArray[np.bool_]) -> Floats:
         """π(a | x) = ε/|A| + (1 − ε) P(a), exact, for a mask (k, arms) of the arms allowed."""
@@ -195,22 +229,18 @@ class Hybrid:
         found: Floats = allowed * (epsilon / allowed.sum(axis=1, keepdims=True) + (1 - epsilon) * shares)
         return found
 
-    def observe(self, seen: Observations, rows: slice) -> None:
-        """Update both heads."""
-        self.note(self.belief, seen, rows)
-
-    def note(self, belief: Belief, seen: Observations, rows: slice) -> None:
-        """Update both heads of a belief, once trained; the hidden one then forgets its errors little by little."""
-        contexts, rewards, memory = seen.contexts[rows], seen.rewards[rows].tolist(), min(_MEMORY, seen.faded(1))
-        targets = [(reward - belief.units[0]) / belief.units[1] for reward in rewards]
+    def observe(self, seen: Observations, rows: slice, belief: Belief | None = None) -> None:
+        """Update both heads, of the belief that decides or of another; the hidden one waits where it does not count."""
+        belief = self.belief if belief is None else belief
+        if rows.start == rows.stop:
+            return
+        contexts, arms, rewards = seen.contexts[rows], seen.arms[rows].tolist(), seen.rewards[rows].tolist()
+        shift, scale = belief.units
+        targets = [(reward - shift) / scale for reward in rewards]
         belief.ends = min(belief.ends[0], *rewards), max(belief.ends[1], *rewards)
-        for head in (belief.linear, belief.hidden) if self.stack.done else (belief.linear,):
-            features = belief.features(head, contexts)
-            for arm, x, target in zip(seen.arms[rows].tolist(), features, targets, strict=True):
-                head.update(arm, x, target)
-                if head is belief.hidden:
-                    head.scale *= memory
-                    head.shape += (1 - memory) * (_SHAPE - head.shape)
+        belief.linear.update(arms, targets, belief.features(belief.linear, contexts))
+        if self.stack.done:
+            belief.hidden.update(arms, targets, belief.features(belief.hidden, contexts), later=not belief.share)
 
     # --- a training -------------------------------------------------------------------------------------------------
 
@@ -218,31 +248,33 @@ class Hybrid:
         """Whether the observations have grown enough."""
         return seen.total >= self._next
 
-    def train(self, seen: Observations, old: Belief) -> Belief:
+    def train(self, seen: Observations, old: Belief, rest: float = 0.0) -> Belief:
         """The belief after a training: of the network, of both heads around it, and of the share.
 
-        `old` is a copy of the one that decides, which goes on. Where it fails, the network is as it was.
+        `old` stays as it is. Where it fails, the network is as it was. It rests so many seconds after each step.
         """
+        self._rest = rest
         # In float32, as the network learns.
         shift, scale = (float(np.float32(part)) for part in seen.moments())
+        new = replace(copy.deepcopy(old), units=(shift, scale))
+        new.hidden.settle()
         # Squared errors are in the units of the previous training.
-        errors = old.hidden.scale * (old.units[1] / scale) ** 2
-        new = replace(old, hidden=replace(old.hidden, scale=errors), units=(shift, scale))
+        new.hidden.scale *= (old.units[1] / scale) ** 2
         new.linear = self._fit_linear(seen, new)
         if self.settings.hidden:
-            targets = (seen.rewards - np.float32(shift)) / np.float32(scale)
-            self._data = tuple(map(torch.from_numpy, (seen.contexts, seen.arms[:, None], targets[:, None])))
+            self._data = seen.contexts, seen.arms, (seen.rewards - np.float32(shift)) / np.float32(scale)
             self._train_network(seen, new)
-        self._next = seen.total + int(max(self.settings.train_every, (_GROWTH - 1) * seen.effective_count))
+        every = self.settings.train_every
+        self._next = seen.total + every * max(1, math.ceil(int((_GROWTH - 1) * seen.effective_count) / every))
         return new
 
     def _train_network(self, seen: Observations, new: Belief) -> None:
         """Of a belief whose head on the contexts is trained; where it fails, the network is as it was."""
         before, done = {name: tensor.clone() for name, tensor in self.stack.tensors().items()}, self.stack.done
-        noise = min(self._variance(new, new.hidden), 1) if done else 1.0
+        noise = min(max(self._variance(new, new.hidden), 0), 1) if done else 1.0
         self.stack.penalty = noise * self.settings.l2 * _PENALISED / (_PENALISED + seen.total)
         try:
-            train(self.stack, [torch.from_numpy(self._rows(seen)).unsqueeze(1)], constant(self.settings.lr))
+            self.stack.train(torch.from_numpy(self._rows(seen)).unsqueeze(1), constant(self.settings.lr))
             new.layers = self._layers()
             self._fit_hidden(seen, new)
             new.share = self._share(seen, new)
@@ -264,15 +296,19 @@ class Hybrid:
         numbers = np.arange(seen.total - seen.count, seen.total)
         return np.equal(numbers % _HOLD_OUT, 0)
 
-    def _batch(self, rows: Tensor) -> tuple[Tensor, Slope]:
-        """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)²."""
-        contexts, arms, targets = (part.index_select(0, rows[0])[None] for part in self._data)
+    def _batches(self, rows: Tensor) -> Iterator[tuple[Tensor, Slope]]:
+        """Contexts, and the gradient by f of (1/b) Σ_i (f_{arm_i}(x_i) − target_i)², of every step of (k, 1, b)."""
+        contexts, arms, targets = (part[rows.numpy()] for part in self._data)
+        weights = np.zeros((*arms.shape, self.n_arms), np.float32)
+        np.put_along_axis(weights, arms[..., None], 2 / rows.shape[2], axis=3)
+        for x, target, weight in zip(*map(torch.from_numpy, (contexts, targets[..., None], weights)), strict=True):
+            yield x, partial(_slope, target, weight)
+            self._pause()
 
-        def slope(outputs: Tensor) -> Tensor:
-            errors = outputs.gather(2, arms).sub_(targets).mul_(2 / rows.shape[1])
-            return torch.zeros_like(outputs).scatter_(2, arms, errors)
-
-        return contexts, slope
+    def _pause(self) -> None:
+        """Let other threads take the interpreter's lock, which one of many short calls hardly lets go."""
+        if self._rest:
+            time.sleep(self._rest)
 
     def _statistics(self, seen: Observations, belief: Belief, head: Head) -> Statistics:
         """Of the observations, in units of the targets."""
@@ -281,6 +317,7 @@ class Hybrid:
             part = slice(first, min(first + _CHUNK, seen.count))
             x = belief.features(head, seen.contexts[part])
             data.add(seen.arms[part], x, seen.rewards[part], seen.weights(part))
+            self._pause()
         return data.standardised(*belief.units)
 
     def _fit_linear(self, seen: Observations, belief: Belief) -> Head:
@@ -288,27 +325,28 @@ class Hybrid:
         data, noise = self._statistics(seen, belief, belief.linear), self._noise(belief)
         counts, center = data.counts, np.zeros_like(data.cross)
         center[:, -1] = (data.cross[:, -1] / counts.clip(min=1)).sum() / max((counts > 0).sum(), 1)
-        shape, first = _SHAPE + 0.5 * counts, self._precision(belief, belief.linear, data)
+        shape, first = SHAPE + 0.5 * counts, self._precision(belief, belief.linear, data)
         covariance, mean, scale = normal_equations(data, center, first)
         variance = float((scale + noise).sum() / shape.sum())
         for _ in range(_SHARED_STEPS):
             shared = shared_precision(mean - center, covariance, variance, first, first_arms=_FIRST_ARMS)
             covariance, mean, scale = normal_equations(data, center, shared)
-        return Head(mean, covariance, shape, scale)
+        return Head(mean, covariance, shape, scale, 1.0)
 
     def _fit_hidden(self, seen: Observations, belief: Belief) -> None:
         """Around the network's own last layer. The noise stays that of errors made before the rewards were learnt."""
         head, data = belief.hidden, self._statistics(seen, belief, belief.hidden)
         weight, bias = (tensor[0].numpy() for tensor in list(self.stack.params.values())[-2:])
         last = np.column_stack([weight, bias]).astype(np.float64)
-        head.covariance, head.mean, _ = normal_equations(data, last, self._precision(belief, head, data))
+        covariance, mean, _ = normal_equations(data, last, self._precision(belief, head, data))
+        belief.hidden = Head(mean, covariance, head.shape, head.scale, head.memory)
 
     def _share(self, seen: Observations, belief: Belief) -> float:
         """s = Σ ω e_x (e_x − e_h)/(Σ ω (e_x − e_h)² + m σ²) in [0, 1], e the errors of held-out observations left out.
 
         ω falls with the square of 1 − xᵀ C x, which bounds the weight of outliers.
         """
-        rows = np.flatnonzero(self._held_out(seen))[-_CHUNK:]
+        rows = np.flatnonzero(self._held_out(seen))[-_WEIGHED:]
         contexts, arms = seen.contexts[rows], seen.arms[rows]
         targets = (seen.rewards[rows].astype(np.float64) - belief.units[0]) / belief.units[1]
         (first, rest), (second, other) = (
@@ -325,8 +363,10 @@ class Hybrid:
     def state(self) -> Arrays:
         """Both heads, the network and its optimiser, and where the random numbers are."""
         belief = self.belief
+        belief.hidden.settle()
         parts = {"linear": belief.linear, "hidden": belief.hidden}
-        arrays = {f"{name}.{field}": array for name, part in parts.items() for field, array in vars(part).items()}
+        fields = ("mean", "covariance", "shape", "scale")
+        arrays = {f"{name}.{field}": getattr(head, field) for name, head in parts.items() for field in fields}
         numbers = {"share": belief.share, "ends": belief.ends, "shift": belief.units[0], "scale": belief.units[1]}
         numbers |= {"due": self._next, "steps": self.stack.done}
         arrays |= {name: np.array(number) for name, number in numbers.items()}

@@ -26,14 +26,16 @@ class Observations:
     """Contexts (room, features), chosen arms and rewards (room,), of which the first `count` rows are seen.
 
     They are the newest of `total` observations. With a half-life h, an observation that i others have followed weighs
-    w = 2^(−i/h), whatever their arms; otherwise 1. `sums` are Σ w r and Σ w r² of all, float64.
+    w = 2^(−i/h), whatever their arms; otherwise 1. `sums` are Σ w r and Σ w r² of all.
     """
 
     def __init__(self, n_features: int, half_life: float | None = None) -> None:
         self.half_life = math.inf if half_life is None else half_life
         self.contexts = np.zeros((FIRST_ROOM, n_features), np.float32)
         self.arms, self.rewards = np.zeros(FIRST_ROOM, np.int64), np.zeros(FIRST_ROOM, np.float32)
-        self.sums, self.count, self.total = np.zeros(2), 0, 0
+        self.sums, self.count, self.total = (0.0, 0.0), 0, 0
+        # What a weight is multiplied by when one more observation comes.
+        self.fade = 2 ** (-1 / self.half_life)
 
     def add(self, contexts: npt.ArrayLike, arms: npt.ArrayLike, rewards: npt.ArrayLike) -> slice:
         """The next observations, (k, features), (k,), (k,); returns their rows."""
@@ -45,15 +47,11 @@ class Observations:
             self.arms, self.rewards = np.pad(self.arms, (0, more)), np.pad(self.rewards, (0, more))
         self.contexts[rows], self.arms[rows], self.rewards[rows] = contexts, arms, paid
         self.count, self.total = rows.stop, self.total + len(paid)
-        wide = paid.astype(np.float64)
-        weighed = wide * self.weights(rows)
-        self.sums *= self.faded(len(paid))
-        self.sums += weighed.sum(), weighed @ wide
+        first, second = self.sums
+        for reward in paid.tolist():
+            first, second = first * self.fade + reward, second * self.fade + reward * reward
+        self.sums = first, second
         return rows
-
-    def faded(self, count: int) -> float:
-        """2^(−k/h), by which a weight is multiplied when k more observations come."""
-        return float(2 ** (-count / self.half_life))
 
     def weights(self, rows: slice | Indices) -> Floats:
         """2^(−age/h) of observations, with the newest one's age 0."""
@@ -69,7 +67,7 @@ class Observations:
 
     def moments(self) -> tuple[float, float]:
         """Weighted mean and standard deviation of the rewards; the latter 1 where all are equal."""
-        mean, square = (self.sums / max(self.effective_count, 1)).tolist()
+        mean, square = (part / max(self.effective_count, 1) for part in self.sums)
         variance = square - mean**2
         return mean, math.sqrt(variance) if variance > 1e-12 * max(square, 1e-12) else 1.0
 
@@ -95,19 +93,17 @@ class Observations:
 
     def snapshot(self) -> Observations:
         """The same as they are now, in the same memory; what is added later does not change it."""
-        now = copy.copy(self)
-        now.sums = self.sums.copy()
-        return now
+        return copy.copy(self)
 
     def state(self) -> dict[str, Tensor]:
         """As tensors, by name."""
         arrays: dict[str, Contexts | Indices] = {"contexts": self.contexts, "arms": self.arms, "rewards": self.rewards}
         tensors = {name: torch.tensor(array[: self.count]) for name, array in arrays.items()}
-        return {**tensors, "sums": torch.tensor(self.sums), "thinned": torch.tensor([self.total])}
+        return {**tensors, "sums": torch.tensor(self.sums, dtype=torch.float64), "thinned": torch.tensor([self.total])}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Resume where `state` was taken; releases up to 0.3 have one more dimension, and may hold a sample."""
         contexts, arms, rewards = (state[name].numpy() for name in ("contexts", "arms", "rewards"))
         self.add(contexts.reshape(-1, self.contexts.shape[1]), arms.ravel(), rewards.ravel())
-        self.sums[:] = state["sums"].flatten().numpy()
+        self.sums = tuple(state["sums"].flatten().tolist())
         self.total = int(state["thinned"][0]) if "thinned" in state else self.count

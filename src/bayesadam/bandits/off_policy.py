@@ -261,6 +261,7 @@ class Estimates:
         effective_size: (Σ w)²/Σ w²: this many decisions of the policy's own would be as informative.
         impossible: the share of the policy's probability on arms that the log could not choose.
         reward_range: the ends that intervals count on; None where there is no interval, and a doubt says why.
+        unrewarded: whether so many decisions have no reward that those with one may be others than the rest.
         doubts: why the estimates cannot be trusted; empty where they can.
 
     Intervals hold, up to their level, also of rare rewards, of few decisions, of an agent that learns, where arms could
@@ -278,15 +279,11 @@ class Estimates:
     effective_size: float
     impossible: float
     reward_range: Range | None
+    unrewarded: bool
     doubts: tuple[str, ...]
     log: Log = field(repr=False, compare=False)
     predicted: Floats = field(repr=False, compare=False)
     shares: Floats = field(repr=False, compare=False)
-
-    @property
-    def unrewarded(self) -> bool:
-        """Whether so many decisions have no reward that those with one may be others than the rest."""
-        return _unrewarded(self.log.rewards, self.left_out["without a reward"])
 
     def sequence(self, level: float, *, reward_range: Range) -> ConfidenceSequence:
         """Intervals that hold at any time: look after every decision, and stop when you like.
@@ -423,11 +420,6 @@ def _used(log: Log | AnyPath, since: int | None, until: int | None) -> tuple[Log
     return used, predicted_before(whole)[rows], left_out
 
 
-def _unrewarded(rewards: Floats, missing: int) -> bool:
-    most = _MOST_BESIDE_EQUAL if rewards.min() == rewards.max() else _MOST_UNREWARDED
-    return missing > most * (missing + len(rewards))
-
-
 def _events(rewards: Floats, weights: Floats) -> float:
     """How many rewards decide a weighted mean v: (Σ w |r − v|)²/(4 Σ w² (r − v)²), n p (1 − p) of n equal weights.
 
@@ -457,9 +449,10 @@ def _estimates(
     learnt = isinstance(policy, Agent) and policy.log_id is not None and policy.log_id == log.id
     on = "of the policy's probability is on arms that the log"
     missing = left_out["without a reward"]
-    unrewarded = _unrewarded(log.rewards, missing)
-    equal = bool(log.rewards.min() == log.rewards.max())
-    ends = None if reward_range is None and equal else _checked(reward_range or _extremes(log), log.rewards)
+    seen = float(log.rewards.min()), float(log.rewards.max())
+    equal = seen[0] == seen[1]
+    unrewarded = missing > (_MOST_BESIDE_EQUAL if equal else _MOST_UNREWARDED) * (missing + n)
+    ends = None if reward_range is None and equal else _checked(reward_range or seen, log.rewards)
     reasons = {
         f"{missing} of {missing + n} decisions have no reward, so that there is no interval: log 0 for what paid "
         "nothing, or leave out what is missing by chance": unrewarded,
@@ -488,6 +481,7 @@ def _estimates(
         effective_size=size,
         impossible=impossible,
         reward_range=ends,
+        unrewarded=unrewarded,
         doubts=doubts,
         log=log,
         predicted=predicted,
@@ -502,10 +496,6 @@ def _logged(log: Log, ends: Range | None, level: float) -> Range:
     rewards, width = (log.rewards - ends[0]) / (ends[1] - ends[0]), ends[1] - ends[0]
     below, above = (float(lower_bounds(part, (1 - level) / 2)[-1]) for part in (rewards, 1 - rewards))
     return ends[0] + width * below, ends[1] - width * above
-
-
-def _extremes(log: Log) -> Range:
-    return float(log.rewards.min()), float(log.rewards.max())
 
 
 def _shares(log: Log, policy: Agent | Policy) -> Floats:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from bayesadam._checks import is_count, is_number
+from bayesadam._schema import Check as Check
 from bayesadam.errors import SettingError
 
 Settings = TypeVar("Settings", bound="AgentSettings")
 
 
-class Check(NamedTuple):
-    """A condition on the values of a setting; it stands in the field's type."""
-
-    holds: Callable[[Any], bool]
-    meaning: str
-
-
-def _is_range(value: object) -> bool:
-    pair = isinstance(value, tuple) and len(value) == 2 and all(map(is_number, value))
-    return value is None or (pair and value[0] < value[1])  # type: ignore[index]
-
-
-def _are_widths(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(is_count, value))
-
-
 def _is_positive(value: Any) -> bool:
     return is_number(value) and value > 0
+
+
+def _is_tuple(value: Any, holds: Any) -> bool:
+    return isinstance(value, tuple) and all(map(holds, value))
+
+
+def _is_range(value: Any) -> bool:
+    return value is None or (_is_tuple(value, is_number) and len(value) == 2 and value[0] < value[1])
 
 
 Count = Annotated[int, Check(is_count, "a positive whole number")]
@@ -41,7 +34,7 @@ Probability = Annotated[float, Check(lambda v: is_number(v) and 0 <= v <= 1, "be
 Share = Annotated[float, Check(lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1")]
 Flag = Annotated[bool, Check(lambda v: isinstance(v, bool), "True or False")]
 Range = Annotated[tuple[float, float] | None, Check(_is_range, "a tuple (low, high) with low below high, or None")]
-Widths = Annotated[tuple[int, ...], Check(_are_widths, "a tuple of whole numbers like (100, 100)")]
+Widths = Annotated[tuple[int, ...], Check(lambda v: _is_tuple(v, is_count), "a tuple of whole numbers like (100, 100)")]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bayesadam.engine.network import Network, transposed, unflatten
+from bayesadam.engine.network import Network, unflatten
 
 _ATEN = torch.ops.aten
 Loss = Callable[[Tensor], Tensor]
@@ -35,6 +35,7 @@ class StackedGradient:
         self._weights = weights
         self.gradient = torch.zeros_like(weights)
         self._layers, self._into = _layers(network, weights), _layers(network, self.gradient)
+        self._forward = [(weight.mT, bias.unsqueeze(1)) for weight, bias in self._layers]
         self._widths = (*network.hidden, network.n_outputs)
         self._batch = 0
 
@@ -46,13 +47,13 @@ class StackedGradient:
         if self._batch != x.shape[1]:
             self._batch = x.shape[1]
             self._outputs = [self._weights.new_empty(len(self._weights), self._batch, width) for width in self._widths]
-            self._slopes = [torch.empty_like(output) for output in self._outputs[:-1]]
+            self._dropped, self._slopes = ([torch.empty_like(z) for z in self._outputs[:-1]] for _ in range(2))
         inputs = [x]
-        for number, (weight, bias) in enumerate(self._layers):
-            out = torch.bmm(inputs[-1], transposed(weight), out=self._outputs[number]).add_(bias.unsqueeze(1))
+        for number, (weight, bias) in enumerate(self._forward):
+            out = torch.baddbmm(bias, inputs[-1], weight, out=self._outputs[number])
             if number < len(self._layers) - 1:
                 h = self._activation(out)
-                inputs.append(h if masks is None else h * masks[number])
+                inputs.append(h if masks is None else torch.mul(h, masks[number], out=self._dropped[number]))
         delta = slope(self._outputs[-1])
         for number in reversed(range(len(self._layers))):
             into_weight, into_bias = self._into[number]

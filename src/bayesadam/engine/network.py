@@ -109,18 +109,8 @@ def forward(
     return h
 
 
-def dropout_mask(uniform: Tensor, rate: float) -> Tensor:
-    """0 with probability r, otherwise 1/(1 − r)."""
-    return (uniform >= rate).float().div_(1 - rate)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x Wᵀ + b for a stack: (s, b, in), (s, out, in), (s, out) → (s, b, out)."""
     if len(weight) == 1:
         return F.linear(x, weight[0], bias[0])
-    return torch.baddbmm(bias.unsqueeze(1), x, transposed(weight))
-
-
-def transposed(weight: Tensor) -> Tensor:
-    """Wᵀ, contiguous on a CPU: BLAS is slow there with a transposed second factor."""
-    return weight.mT.contiguous() if weight.device.type == "cpu" else weight.mT
+    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)

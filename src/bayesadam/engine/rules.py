@@ -31,13 +31,10 @@ class Adam:
     def update(self, weights: Tensor, gradient: Tensor, state: State, lr: float | Tensor) -> None:
         """One step, in place."""
         kernel: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        pieces = [_pieces(tensor) for tensor in (weights, gradient, state["exp_avg"], state["exp_avg_sq"])]
+        pieces, step = map(_pieces, (weights, gradient, state["exp_avg"], state["exp_avg_sq"])), state["step"].add_(1)
         settings = {"lr": lr, "beta1": self.betas[0], "beta2": self.betas[1], "weight_decay": self.weight_decay}
-        state["step"].add_(1)
-        kernel(*pieces, [], list(state["step"].unbind()), **settings, eps=EPS, amsgrad=False, maximize=False)
+        kernel(*pieces, [], list(step.unbind()), **settings, eps=EPS, amsgrad=False, maximize=False)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:
-    if tensor.device.type == "cpu":
-        return [tensor]
-    return list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))
+    return [tensor] if tensor.is_cpu else list(torch.split(tensor.view(-1), -(-tensor.numel() // _PIECES)))

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from bayesadam.engine.gradients import Slope, StackedGradient
-from bayesadam.engine.network import Network, dropout_mask, flatten, initial, unflatten
+from bayesadam.engine.network import Network, flatten, initial, unflatten
 from bayesadam.engine.rules import Adam
 from bayesadam.engine.streams import Streams
 
-Batch = Callable[[Tensor], tuple[Tensor, Slope]]
+Batches = Callable[[Tensor], Iterable[tuple[Tensor, Slope]]]
 Schedule = Callable[[Tensor], Tensor]
+# Batches are made, and units drawn that are dropped, for so many steps at once.
+_BLOCK = 40
 
 
 class Stack:
@@ -20,7 +22,8 @@ class Stack:
 
     Args:
         seeds: one per network; a seed's numbers do not depend on the other seeds.
-        batch: from rows (s, b) to inputs (s, b, inputs) and the function that gives ∂loss/∂f.
+        batches: from the rows of some steps (k, s, b) to each one's inputs (s, b, inputs) and the function that gives
+            ∂loss/∂f.
         weights: flat weights to start from, (s, weights); None draws them from the seeds.
         average: β of a moving average of the weights, `mean`, which is the weights themselves for 0.
         clip: the norm at which each network's gradient is clipped.
@@ -35,14 +38,14 @@ class Stack:
         network: Network,
         rule: Adam,
         seeds: Sequence[int],
-        batch: Batch,
+        batches: Batches,
         *,
         weights: Tensor | None = None,
         device: str | torch.device = "cpu",
         average: float = 0.0,
         clip: float = math.inf,
     ) -> None:
-        self.network, self.rule, self.batch, self.average, self.clip = network, rule, batch, average, clip
+        self.network, self.rule, self.batches, self.average, self.clip = network, rule, batches, average, clip
         self.weights = flatten(initial(network, seeds, device=device)) if weights is None else weights
         self.mean = self.weights.clone() if average else self.weights
         self.state = rule.start(self.weights)
@@ -54,26 +57,31 @@ class Stack:
     def train(self, rows: Tensor, schedule: Schedule) -> None:
         """A step for each of the rows, (k, s, b); the schedule maps steps done before, float64 (k,), to rates."""
         rates = schedule(torch.arange(self.done, self.done + len(rows), dtype=torch.float64)).tolist()
-        for lr, chosen in zip(rates, rows.to(self.weights.device), strict=True):
-            x, slope = self.batch(chosen)
-            gradient = self._gradient(x, slope, masks=self._masks(rows.shape[2]))
-            if self.clip < math.inf:
-                norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-                gradient.mul_((self.clip / norm.clamp_(min=1e-12)).clamp_(max=1))
-            if self.penalty:
-                gradient.add_(self.weights, alpha=self.penalty)
-            self.rule.update(self.weights, gradient, self.state, lr)
-            if self.average:
-                self.mean.lerp_(self.weights, 1 - min(self.average, self.done / (self.done + 1)))
-            self.done += 1
+        for first in range(0, len(rows), _BLOCK):
+            block = rows[first : first + _BLOCK].to(self.weights.device)
+            masks = self._masks(len(block), block.shape[2])
+            for lr, (x, slope), mask in zip(rates[first : first + _BLOCK], self.batches(block), masks, strict=True):
+                self._step(self._gradient(x, slope, masks=mask), lr)
 
-    def _masks(self, b: int) -> list[Tensor] | None:
-        """The factors of every hidden layer's units, (s, b, units) each; None without dropout."""
+    def _step(self, gradient: Tensor, lr: float) -> None:
+        if self.clip < math.inf:
+            norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+            if norm.max().item() > self.clip:
+                gradient.mul_((self.clip / norm).clamp_(max=1))
+        if self.penalty:
+            gradient.add_(self.weights, alpha=self.penalty)
+        self.rule.update(self.weights, gradient, self.state, lr)
+        if self.average:
+            self.mean.lerp_(self.weights, 1 - min(self.average, self.done / (self.done + 1)))
+        self.done += 1
+
+    def _masks(self, steps: int, b: int) -> Sequence[Sequence[Tensor] | None]:
+        """The factors of every hidden layer's units, (s, b, units) each, for every step; None without dropout."""
         if not self.network.dropout:
-            return None
+            return [None] * steps
         sizes = [b * width for width in self.network.hidden]
-        parts = torch.split(self.streams.uniform(sum(sizes)), sizes, dim=1)
-        return [dropout_mask(part.view(len(part), b, -1), self.network.dropout) for part in parts]
+        parts = torch.split(self.streams.kept(self.network.dropout, steps, sum(sizes)), sizes, dim=2)
+        return list(zip(*(part.view(len(part), steps, b, -1).unbind(1) for part in parts), strict=True))
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -84,12 +92,6 @@ class Stack:
         """The memory that makes up the state, by name."""
         averaged = {"mean": self.mean} if self.average else {}
         return {"weights": self.weights, **averaged, **self.state}
-
-
-def train(stack: Stack, blocks: Iterable[Tensor], schedule: Schedule) -> None:
-    """Train block after block."""
-    for rows in blocks:
-        stack.train(rows, schedule)
 
 
 def constant(lr: float) -> Schedule:

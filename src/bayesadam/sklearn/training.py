@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from bayesadam.engine.gradients import Slope, loss_and_slope
 from bayesadam.engine.network import Network, flatten, forward, initial, member, unflatten
 from bayesadam.engine.rules import Adam
-from bayesadam.engine.stack import Stack, cosine, train
+from bayesadam.engine.stack import Stack, cosine
 from bayesadam.engine.streams import epochs
 from bayesadam.errors import SettingError
 from bayesadam.likelihoods import Likelihood
@@ -101,14 +102,14 @@ def fit_networks(
         weights[f"layer{len(network.hidden)}.bias"] += centre.to(device)
     steps, falling, patient = n // size, cosine(lr, max_epochs), patience or math.inf
     average = 1 - 1 / (_AVERAGED * steps)
-    stack = Stack(network, rule, seeds, batch, weights=flatten(weights), device=device, average=average)
+    stack = Stack(network, rule, seeds, partial(map, batch), weights=flatten(weights), device=device, average=average)
     live = {name: stack.tensors()[name] for name in ("mean", "exp_avg_sq")}
     best = {name: tensor.clone() for name, tensor in live.items()}
     lowest = torch.full((len(parts),), math.inf)
     best_epoch, trained = torch.zeros(2, len(parts), dtype=torch.long)
     for epoch, block in enumerate(islice(epochs(n, size, seeds), max_epochs), start=1):
         # The rate of an epoch stays the same from its first step to its last.
-        train(stack, [block], lambda done: falling((done / steps).floor()))
+        stack.train(block, lambda done: falling((done / steps).floor()))
         with torch.no_grad():
             scores = kind.loss(forward(network, stack.params, x[held_out]), y[held_out]).cpu()
         # A network without patience stays as it was, though it is trained on with the others.
