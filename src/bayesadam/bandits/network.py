@@ -381,6 +381,8 @@ class Hybrid:
         self._next, self.stack.done, belief.layers = int(own["due"]), int(own["steps"]), self._layers()
         belief.units, belief.ends = (float(own["shift"]), float(own["scale"])), tuple(own["ends"].tolist())
         belief.share = float(own["share"])
+        if not belief.layers and (self.stack.done or belief.share):
+            raise ValueError("an agent without hidden layers has no network that was trained")
         for name, stream in self.streams.items():
             stream.restore(torch.from_numpy(own[f"stream.{name}"]))
 

@@ -105,5 +105,6 @@ class Observations:
         """Resume where `state` was taken; releases up to 0.3 have one more dimension, and may hold a sample."""
         contexts, arms, rewards = (state[name].numpy() for name in ("contexts", "arms", "rewards"))
         self.add(contexts.reshape(-1, self.contexts.shape[1]), arms.ravel(), rewards.ravel())
-        self.sums = tuple(state["sums"].flatten().tolist())
+        first, second = state["sums"].flatten().tolist()
+        self.sums = first, second
         self.total = int(state["thinned"][0]) if "thinned" in state else self.count
