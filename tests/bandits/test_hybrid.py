@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -156,6 +157,23 @@ def test_heads_after_a_training_are_fits_to_all_observations():
 
 
 @pytest.mark.slow
+def test_the_head_that_does_not_decide_learns_later_what_it_would_have_learnt():
+    learner, seen = played(RINGS, RINGS_PAY, 150)
+    late, prompt = (copy.deepcopy(learner.belief) for _ in range(2))
+    late.share, prompt.share = 0.0, 0.5
+    for at in range(150, 170):
+        rows = seen.add(RINGS[at : at + 1], [at % 3], RINGS_PAY[at, at % 3, None])
+        for belief in (late, prompt):
+            learner.observe(seen, rows, belief)
+    # What waits does not change with the memory that it was in.
+    seen.contexts[:] = 0
+    assert len(late.waiting) == 20
+    assert not prompt.waiting
+    late.settle()
+    for name in ("joint", "shape", "scale"):
+        assert_close(getattr(late.hidden, name), getattr(prompt.hidden, name), rtol=1e-9)
+
+
 def test_linear_rewards_are_left_to_the_linear_head():
     learner, seen = played(LINEAR, LINEAR_PAYS, 300)
     assert learner.belief.share < 0.3

@@ -64,18 +64,15 @@ def test_updates_one_by_one_are_the_normal_equations():
 
 def test_many_observations_at_once_are_as_one_after_the_other_and_errors_are_forgotten():
     arms, x, rewards = observations()
-    plain, single, late, block = (Head.prior(ARMS, WIDTH, memory) for memory in (1.0, 0.97, 0.97, 0.97))
+    plain, single, block = (Head.prior(ARMS, WIDTH, memory) for memory in (1.0, 0.97, 0.97))
     shape, scale = np.zeros((2, ARMS))
     for at, arm in enumerate(arms.tolist()):
         one, before = ([arm], [float(rewards[at])], x[at : at + 1]), plain.scale.copy()
         plain.update(*one)
         single.update(*one)
-        late.update(*one, later=True)
         shape, scale = 0.97 * (shape + 0.5 * (np.arange(ARMS) == arm)), 0.97 * (scale + plain.scale - before)
-    block.update(arms.tolist(), rewards.tolist(), x, later=True)
-    assert not late.mean.any()
-    late.settle()
-    for head in (single, late, block):
+    block.update(arms.tolist(), rewards.tolist(), x)
+    for head in (single, block):
         assert_close(head.joint, plain.joint, rtol=1e-9)
         assert_close(head.shape, 1 + shape, rtol=1e-9)
         assert_close(head.scale, scale, rtol=1e-9)

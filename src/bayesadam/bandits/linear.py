@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +13,8 @@ from bayesadam.errors import MatchError
 # a₀ of the prior.
 SHAPE = 1.0
 # More observations than the first number are added in blocks: long calls into BLAS leave the interpreter to other
-# threads. The second is how many rows are worked on at once, the third how many calls of `update` may wait.
-_FEW, _ROWS, _MANY = 16, 256, 64
+# threads. The second is how many rows are worked on at once.
+_FEW, _ROWS = 16, 256
 
 
 def with_constant(x: Contexts | Floats) -> Floats:
@@ -97,7 +96,7 @@ class Head:
 
     def __init__(self, mean: Floats, covariance: Floats, shape: Floats, scale: Floats, memory: float) -> None:
         self.joint, self.shape, self.scale = np.concatenate([covariance, mean[:, None]], axis=1), shape, scale
-        self.memory, self._waiting = memory, list[tuple[list[int], list[float], Floats]]()
+        self.memory = memory
 
     @classmethod
     def prior(cls, arms: int, width: int, memory: float = 1.0) -> Head:
@@ -129,25 +128,17 @@ class Head:
         shared = own * sum(scales) / (SHAPE + sum(halves))
         return [(scale + shared) / (half + own) for scale, half in zip(scales, halves, strict=True)]
 
-    def update(self, arms: list[int], rewards: list[float], x: Floats, *, later: bool = False) -> None:
-        """Add observations of any arms, one after the other; x is (k, features). `later`: once there are many."""
-        self._waiting.append((arms, rewards, x))
-        if not later or len(arms) > _FEW or len(self._waiting) >= _MANY:
-            self.settle()
-
-    def settle(self) -> None:
-        """Add what waits.
+    def update(self, arms: list[int], rewards: list[float], x: Floats) -> None:
+        """Add observations of any arms, (k,), (k,), (k, features), as if one after the other.
 
         C ← C − g gᵀ/w, μ ← μ + e g/w, b ← b + ½ e²/w, a ← a + ½, with e = r − μᵀ x, g = C x and w = 1 + xᵀ g.
         """
-        parts, self._waiting = self._waiting, []
-        if sum(len(arms) for arms, _, _ in parts) > _FEW:
-            arms, rewards = (np.array([*itertools.chain(*(part[at] for part in parts))]) for at in (0, 1))
-            x = np.concatenate([x for _, _, x in parts])
+        if len(arms) > _FEW:
+            chosen, paid = np.array(arms), np.array(rewards)
             for rows in np.split(np.arange(len(x)), range(_ROWS, len(x), _ROWS)):
-                self._add_block(arms[rows], rewards[rows], x[rows])
+                self._add_block(chosen[rows], paid[rows], x[rows])
             return
-        for arm, reward, row in itertools.chain.from_iterable(zip(*part, strict=True) for part in parts):
+        for arm, reward, row in zip(arms, rewards, x, strict=True):
             joint = self.joint[arm]
             reach = joint.dot(row)
             gain, error = reach[:-1], reward - float(reach[-1])

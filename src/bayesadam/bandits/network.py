@@ -6,8 +6,9 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ _GROWTH = 1.3
 # One of so many observations is held out from the network; the newest of them weigh the heads.
 _HOLD_OUT = 10
 _WEIGHED = 4096
+# So many observations may wait for the head that does not decide.
+_WAITING = 64
 _CLIP, _CHUNK = 5.0, 512
 # The least probability of an arm that was chosen.
 _LEAST = 2.0**-24
@@ -88,6 +91,7 @@ class Belief:
     """What decides: both heads, the network's hidden layers, and the share s of the head on the last of them.
 
     Rewards are learnt in the `units` (shift, scale), as (r − shift)/scale; `ends` are the smallest and largest seen.
+    While s = 0 the hidden head does not decide, and observations of it are `waiting`, as contexts, arms and targets.
     """
 
     linear: Head
@@ -96,6 +100,7 @@ class Belief:
     share: float
     units: tuple[float, float]
     ends: tuple[float, float]
+    waiting: list[tuple[Contexts, list[int], list[float]]] = field(default_factory=list)
 
     def features(self, head: Head, contexts: Contexts) -> Floats:
         """Of a head, with a constant 1."""
@@ -104,6 +109,25 @@ class Belief:
             h = h @ weight.T
             np.maximum(np.add(h, bias, out=h), 0, out=h)
         return with_constant(h)
+
+    def learn(self, contexts: Contexts, arms: list[int], rewards: list[float], *, hidden: bool) -> None:
+        """Add observations to the head on the contexts, and to the `hidden` one where the network was trained."""
+        shift, scale = self.units
+        targets = [(reward - shift) / scale for reward in rewards]
+        self.ends = min(self.ends[0], *rewards), max(self.ends[1], *rewards)
+        self.linear.update(arms, targets, self.features(self.linear, contexts))
+        if hidden:
+            self.waiting.append((contexts.copy(), arms, targets))
+            if self.share or len(arms) > 1 or len(self.waiting) >= _WAITING:
+                self.settle()
+
+    def settle(self) -> None:
+        """Add what waits to the hidden head."""
+        if self.waiting:
+            contexts, arms, targets = zip(*self.waiting, strict=True)
+            self.waiting = []
+            x = self.features(self.hidden, np.concatenate(contexts))
+            self.hidden.update(list(chain(*arms)), list(chain(*targets)), x)
 
 
 class Hybrid:
@@ -230,17 +254,10 @@ class Hybrid:
         return found
 
     def observe(self, seen: Observations, rows: slice, belief: Belief | None = None) -> None:
-        """Update both heads, of the belief that decides or of another; the hidden one waits where it does not count."""
-        belief = self.belief if belief is None else belief
-        if rows.start == rows.stop:
-            return
-        contexts, arms, rewards = seen.contexts[rows], seen.arms[rows].tolist(), seen.rewards[rows].tolist()
-        shift, scale = belief.units
-        targets = [(reward - shift) / scale for reward in rewards]
-        belief.ends = min(belief.ends[0], *rewards), max(belief.ends[1], *rewards)
-        belief.linear.update(arms, targets, belief.features(belief.linear, contexts))
-        if self.stack.done:
-            belief.hidden.update(arms, targets, belief.features(belief.hidden, contexts), later=not belief.share)
+        """Let the belief that decides, or another, learn observations."""
+        if rows.start < rows.stop:
+            contexts, arms, rewards = seen.contexts[rows], seen.arms[rows].tolist(), seen.rewards[rows].tolist()
+            (belief or self.belief).learn(contexts, arms, rewards, hidden=bool(self.stack.done))
 
     # --- a training -------------------------------------------------------------------------------------------------
 
@@ -257,7 +274,7 @@ class Hybrid:
         # In float32, as the network learns.
         shift, scale = (float(np.float32(part)) for part in seen.moments())
         new = replace(copy.deepcopy(old), units=(shift, scale))
-        new.hidden.settle()
+        new.settle()
         # Squared errors are in the units of the previous training.
         new.hidden.scale *= (old.units[1] / scale) ** 2
         new.linear = self._fit_linear(seen, new)
@@ -363,7 +380,7 @@ class Hybrid:
     def state(self) -> Arrays:
         """Both heads, the network and its optimiser, and where the random numbers are."""
         belief = self.belief
-        belief.hidden.settle()
+        belief.settle()
         parts = {"linear": belief.linear, "hidden": belief.hidden}
         fields = ("mean", "covariance", "shape", "scale")
         arrays = {f"{name}.{field}": getattr(head, field) for name, head in parts.items() for field in fields}
