@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -60,6 +61,12 @@ def script(page: Path) -> str:
     return code
 
 
+def _contents() -> dict[str, Any]:
+    """The pages of each part of the site."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    return {part: pages for entry in config["nav"] for part, pages in entry.items()}
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Every command line in a page's unlabelled or shell blocks, and every `bayesadam …` in its prose and tables."""
     for page in PAGES:
@@ -94,6 +101,18 @@ def test_every_page_runs_as_it_is_shown(page, tmp_path):
     assert done.returncode == 0, done.stderr
     # Which probabilities the held-out data prefer is for them to say; any other warning of ours is a fault of the page.
     assert "BayesAdamWarning: " not in done.stderr
+
+
+# A page of a use, and the lines of code that it may begin with.
+USES, MOST = "Tasks", 12
+
+
+@pytest.mark.parametrize("name", [name for entry in _contents()[USES] for name in entry.values()])
+def test_a_use_begins_with_its_code(name):
+    """Title, a sentence or two, then a few lines that show the use; all else comes after them."""
+    first = blocks(DOCS / name)[0]
+    assert first.line <= 8
+    assert len([line for line in first.text.splitlines() if line and not line.startswith("#")]) <= MOST
 
 
 @pytest.mark.parametrize(("where", "words"), [pytest.param(*c, id=c[0]) for c in commands()])

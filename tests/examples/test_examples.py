@@ -62,8 +62,24 @@ def crystals(output: str) -> None:
     assert min(number(name, output) for name in ("NaCl, squeezed:", "RaS:")) > 2 * number("NaCl:", output)
 
 
+def digits(output: str) -> None:
+    assert number("right:", output) > 0.95
+
+
+def waves(output: str) -> None:
+    # The noise alone is .2.
+    assert number("root mean square error:", output) < 0.25
+
+
+def adapter(output: str) -> None:
+    assert number("loss of the last batch:", output) < 2
+
+
 # What each example needs beside the library, and what its output must say.
 CASES: dict[str, tuple[tuple[str, ...], Callable[[str], None]]] = {
+    "digits.py": (("sklearn",), digits),
+    "waves.py": ((), waves),
+    "adapter.py": (("peft", "transformers"), adapter),
     "cnn.py": (("sklearn", "onnxscript", "onnxruntime"), cnn),
     "table.py": (("sklearn",), table),
     "smaller.py": (("sklearn",), smaller),
