@@ -10,7 +10,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import acquiring
 from bayesadam.errors import MatchError, SettingError
-from cases import mlp
+from cases import fit, mlp
 
 
 def classes(seed: int = 0, n_out: int = 3, likelihood: str = "classification") -> ba.Posterior:
@@ -19,12 +19,8 @@ def classes(seed: int = 0, n_out: int = 3, likelihood: str = "classification") -
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     x = torch.randn(40, 2).double()
     y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
-    for _ in range(50):
-        optimizer.zero_grad()
-        f = model(x)
-        loss = nn.functional.cross_entropy(f, y) if likelihood == "classification" else f.square().mean()
-        loss.backward()
-        optimizer.step()
+    of_classes = likelihood == "classification"
+    fit(model, optimizer, 50 * [(x, y)], nn.functional.cross_entropy if of_classes else lambda f, _: f.square().mean())
     return ba.Posterior.from_optimizer(model, optimizer, 40, likelihood=likelihood, prior_precision=5.0)
 
 

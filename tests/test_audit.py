@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import bayesadam as ba
 from bayesadam.auditing import audit
 from bayesadam.errors import MatchError, SettingError
-from cases import jacobian, mlp, trained
+from cases import fit, jacobian, mlp, trained
 from floats import approx, assert_close
 
 BATCH, PRIOR = 8, 0.5
@@ -31,10 +31,7 @@ def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
     model = mlp(3, 6, classes).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(40):
-        for rows in torch.randperm(n).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
+        fit(model, optimizer, [(x[rows], y[rows]) for rows in torch.randperm(n).split(BATCH)], F.cross_entropy)
     optimizer.zero_grad()
     given = {"power": 1.0, "batch_size": BATCH, "prior_precision": PRIOR}
     posterior = ba.Posterior.from_optimizer(model, optimizer, n, **given)
@@ -250,10 +247,7 @@ def test_an_audit_of_a_few_steps_is_warned_of():
     torch.manual_seed(0)
     model, x, y = mlp(3, 4), torch.randn(8, 3), torch.randint(4, (8,))
     optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    fit(model, optimizer, 3 * [(x, y)], F.cross_entropy)
     posterior = ba.Posterior.from_optimizer(model, optimizer, 8, prior_precision=1.0)
     with pytest.warns(ba.errors.BayesAdamWarning, match="has 3 gradients behind it"):
         audit(posterior, (x, y), likelihood="classification")

@@ -22,7 +22,7 @@ from bayesadam.errors import FileError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, Prediction
 from bayesadam.readers import registry as readers
 from bayesadam.readers.formats import registry as formats
-from cases import mlp
+from cases import mlp, train
 from floats import assert_close
 
 ROOT = Path(__file__).parents[1]
@@ -188,10 +188,7 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     torch.manual_seed(0)
     model = mlp(3, 5, 2)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    for _ in range(7):
-        optimizer.zero_grad()
-        model(torch.randn(6, 3)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=7)
     tree = {
         "tinytrain": 7,
         "weights": {name: p.tolist() for name, p in model.named_parameters()},

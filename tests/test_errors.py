@@ -11,7 +11,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import bandits, errors
 from bayesadam._files import replacing
-from cases import mlp
+from cases import mlp, trained
 
 ALSO = {
     "SettingError": ValueError,
@@ -22,17 +22,6 @@ ALSO = {
     "MissingFileError": FileNotFoundError,
     "MissingExtraError": ImportError,
 }
-
-
-def trained(n_steps: int = 20) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    model = mlp(3, 8, 3)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    x = torch.randn(60, 3)
-    for _ in range(n_steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), x.argmax(dim=1)).backward()
-        optimizer.step()
-    return model, optimizer, x
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -53,7 +42,7 @@ def test_every_error_is_ours_and_python_s_and_survives_a_pickle():
 
 
 def test_bad_values_are_value_errors(tmp_path):
-    model, optimizer, _ = trained()
+    model, optimizer = trained()
     for bad in (
         lambda: ba.Posterior.from_optimizer(model, optimizer, n_data=-1),
         lambda: ba.Posterior.from_optimizer(mlp(2, 2, 2), optimizer, n_data=60),
@@ -76,7 +65,7 @@ def test_an_infinite_variance_names_a_prior():
 
 
 def test_files_that_are_not_there_are_file_not_found_errors_and_damaged_ones_os_errors(tmp_path):
-    model, optimizer, _ = trained()
+    model, optimizer = trained()
     posterior = ba.Posterior.from_optimizer(model, optimizer, n_data=60)
     nowhere, damaged = tmp_path / "nowhere" / "at all.csv", tmp_path / "posterior.safetensors"
     for missing in (

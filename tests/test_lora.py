@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ peft = lazy("peft")
 transformers = lazy("transformers")
 
 import bayesadam as ba  # noqa: E402
+from cases import fit  # noqa: E402
 from floats import assert_close  # noqa: E402
 
 WORDS, LENGTH, CLASSES, WIDTH = 10, 6, 3, 16
@@ -68,12 +70,9 @@ def adapted() -> Adapted:
     model = model.double().train()
     # Plain AdamW over what is trainable, long enough to be over-confident.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2, weight_decay=0.01)
-    for _ in range(150):
-        rows = torch.randint(24, (8,), generator=generator)
-        optimizer.zero_grad()
-        found = logits(model, {key: value[rows] for key, value in inputs.items()})
-        nn.functional.cross_entropy(found, y[rows]).backward()
-        optimizer.step()
+    drawn = [torch.randint(24, (8,), generator=generator) for _ in range(150)]
+    batches = [({key: value[rows] for key, value in inputs.items()}, y[rows]) for rows in drawn]
+    fit(partial(logits, model), optimizer, batches, nn.functional.cross_entropy)
     return Adapted(model.eval(), optimizer, words(60, 1), 24)
 
 

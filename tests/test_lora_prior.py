@@ -16,6 +16,7 @@ peft = lazy("peft")
 
 import bayesadam as ba  # noqa: E402
 from bayesadam.lora import pairs_in  # noqa: E402
+from cases import fit  # noqa: E402
 from floats import approx, assert_close  # noqa: E402
 
 WORDS, WIDTH, CLASSES, RANK, BATCH = 7, 6, 3, 3, 10
@@ -47,9 +48,7 @@ def data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     x, y = data(60, seed=0)
     rows = torch.randint(len(x), (BATCH,), generator=torch.Generator().manual_seed(number))
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-    optimizer.step()
+    fit(model, optimizer, [(x[rows], y[rows])], nn.functional.cross_entropy)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -13,7 +13,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import CalibrationError, FileError, MatchError, SettingError
-from cases import quick_of
+from cases import fit, quick_of
 from floats import approx, assert_close
 
 Array = NDArray[np.float64]
@@ -219,10 +219,7 @@ def served() -> tuple[ba.Calibrated, torch.Tensor]:
     torch.manual_seed(0)
     x, model = torch.randn(400, 4), nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
     y, optimizer = (x[:, 0] > 0).long(), torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(100):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[:100]), y[:100]).backward()
-        optimizer.step()
+    fit(model, optimizer, 100 * [(x[:100], y[:100])], nn.functional.cross_entropy)
     return ba.calibrate(model, (x[100:300], y[100:300]), likelihood="classification"), x[300:]
 
 

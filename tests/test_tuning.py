@@ -10,6 +10,7 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, data, trained, waves
+from cases import fit
 from floats import approx, assert_close
 
 
@@ -67,11 +68,7 @@ def test_a_linear_regression_gets_its_noise():
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.3 * torch.randn(2000, 1)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(500):
-        rows = torch.randint(1000, (32,))
-        optimizer.zero_grad()
-        (model(x[rows]) - y[rows]).square().mean().backward()
-        optimizer.step()
+    fit(model, optimizer, ((x[rows], y[rows]) for rows in torch.randint(1000, (500, 32))))
     q = ba.Posterior.from_optimizer(model, optimizer, 1000, batch_size=32, likelihood="regression", power=1.0)
     tuned = q.tune((x[1000:], y[1000:]))
     assert float(tuned.noise_variance) == approx(0.09, rel=0.1)

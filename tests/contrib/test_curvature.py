@@ -15,7 +15,7 @@ from torch import nn
 
 import bayesadam as ba
 from bayesadam import _storage as storage
-from cases import soap
+from cases import fit, soap
 from curvature import Curvature, Fault, check, main, read
 from floats import assert_close
 from processes import PATIENCE
@@ -50,10 +50,7 @@ def trained(kind="adamw", dtype=torch.float32, steps=40):
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, betas=(0.9, 0.97))
     x = torch.randn(64, 2, 5, 5, dtype=dtype)
     x[:, :, :, 0] = 0
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), x[:, 0].flatten(1)[:, 1:].argmax(dim=1)).backward()
-        optimizer.step()
+    fit(model, optimizer, steps * [(x, x[:, 0].flatten(1)[:, 1:].argmax(dim=1))], nn.functional.cross_entropy)
     return model, optimizer
 
 

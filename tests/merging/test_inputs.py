@@ -13,6 +13,7 @@ import bayesadam as ba
 from bayesadam.merging import merge
 from bayesadam.merging import merged as merging
 from bayesadam.merging.methods import by_inputs
+from cases import fit
 from floats import assert_close
 
 ALPHA = [1.0, 2.0, 0.5]
@@ -27,11 +28,8 @@ def network() -> nn.Sequential:
 def fine_tuned(base: nn.Module, seed: int) -> ba.Posterior:
     model, draw = copy.deepcopy(base), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.97))
-    for _ in range(40):
-        x = torch.randn(16, 1, 4, 4, generator=draw).double()
-        optimizer.zero_grad()
-        (model(x) - seed * x.mean(dim=(2, 3))).square().mean().backward()
-        optimizer.step()
+    inputs = torch.randn(40, 16, 1, 4, 4, generator=draw).double()
+    fit(model, optimizer, ((x, seed * x.mean(dim=(2, 3))) for x in inputs))
     return ba.Posterior.from_optimizer(model.eval(), optimizer, 640, "regression", prior_precision=1.0)
 
 

@@ -13,7 +13,7 @@ import bayesadam as ba
 from bayesadam.merging import merge, merge_checkpoints
 from bayesadam.merging import merged as merging
 from bayesadam.weights.gaussian import GaussianWeights
-from cases import soap
+from cases import fit, soap
 from floats import approx, assert_close, close
 
 
@@ -28,11 +28,7 @@ def fine_tuned(base, seed, *, steps=60, betas=(0.9, 0.97), keep=None, kind=torch
     recorder = ba.Recorder(optimizer, keep=keep, every=1) if keep else None
     draw = torch.Generator().manual_seed(seed)
     target = torch.randn(4, 3, generator=draw)
-    for _ in range(steps):
-        x = torch.randn(16, 4, generator=draw)
-        optimizer.zero_grad()
-        (model(x) - x @ target).square().mean().backward()
-        optimizer.step()
+    fit(model, optimizer, ((x, x @ target) for x in torch.randn(steps, 16, 4, generator=draw)))
     return model, optimizer, recorder
 
 
