@@ -323,22 +323,15 @@ def test_an_error_says_which_file(tuned, tmp_path):
         ({"trim": 1.5, "base": {"a": torch.ones(1)}}, "trim must be a share"),
         ({"weights": [1.0]}, "one number for each of the 3 models"),
         ({"weights": [1.0, 0.0, 1.0]}, "positive finite number"),
+        ({"models": lambda every: every[0]}, "one list"),
+        ({"models": lambda every: every[:1]}, "two or more"),
+        ({"models": lambda every: [every[0].model] * 2}, "A model alone has no curvature"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(tuned, change, said):
+    models = change.get("models", list)(posteriors(tuned))
     with pytest.raises(ba.errors.SettingError, match=said):
-        merge(posteriors(tuned), **change)
-
-
-def test_what_is_no_list_of_models_is_refused(tuned):
-    one = posteriors(tuned)[0]
-    for models, said in (
-        (one, "one list"),
-        ([one], "two or more"),
-        ([one.model] * 2, "A model alone has no curvature"),
-    ):
-        with pytest.raises(ba.errors.SettingError, match=said):
-            merge(models)
+        merge(**{**change, "models": models})
 
 
 @pytest.mark.parametrize(
