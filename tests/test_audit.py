@@ -71,76 +71,52 @@ def test_classes_agree_with_the_dense_jacobian():
     assert torch.equal(found.labels, y)
 
 
-def test_binary_is_the_same_as_two_classes():
-    torch.manual_seed(0)
-    model, optimizer = trained(3, 5, 1, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR)
-    x, y = torch.randn(9, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1])
-    found = audit(posterior, (x, y), likelihood="binary")
+def of_outputs(outputs: int) -> ba.Posterior:
+    model, optimizer = trained(3, 5, outputs, dtype=torch.float64)
+    return ba.Posterior.from_optimizer(model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_of_binary_outputs_the_most_suspect_counts(outputs):
+    posterior, x, y = of_outputs(outputs), torch.randn(9, 3, dtype=torch.float64), torch.randint(2, (9, outputs))
+    labels = y[:, 0] if outputs == 1 else y.double()
+    found = audit(posterior, (x, labels), likelihood="binary")
     own, novel = covariances(posterior, x)
-    f, sign = model(x).detach()[:, 0], 2 * y - 1
-    assert_close(found.suspicion, (-sign * f / novel[:, 0, 0] ** 0.25).float())
-    assert_close(found.change[:, 0], (own[:, 0, 0] * (f.sigmoid() - y)).float())
-    assert_close(found.loss, F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").float())
-    assert torch.equal(found.predicted, (f > 0).long())
-
-
-def test_of_several_binary_outputs_the_most_suspect_counts():
-    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, batch_size=BATCH, prior_precision=PRIOR)
-    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7, 2))
-    found = audit(posterior, (x, y.double()), likelihood="binary")
-    _, novel = covariances(posterior, x)
-    each = -(2 * y - 1) * model(x).detach() / novel.diagonal(dim1=1, dim2=2) ** 0.25
+    f = posterior.model(x).detach()
+    each = -(2 * y - 1) * f / novel.diagonal(dim1=1, dim2=2) ** 0.25
     assert_close(found.suspicion, each.amax(dim=1).float())
-    assert torch.equal(found.labels, y)
-
-
-def linear_model(n: int = 30) -> tuple[Tensor, Tensor, float]:
-    torch.manual_seed(2)
-    x = torch.randn(n, 3, dtype=torch.float64)
-    return x, x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(n, 1), 0.3**2
-
-
-def exact_posterior(x: Tensor, y: Tensor, noise: float) -> ba.Posterior:
-    """The posterior of a linear regression with a flat prior, through `from_moments` in coordinates where it is
-    diagonal.
-    """
-    model = nn.Linear(x.shape[1], 1, bias=False, dtype=torch.float64)
-    gram = x.T @ x
-    assert (gram - gram.diagonal().diag()).abs().max() < 1e-9
-    weight = torch.linalg.solve(gram, x.T @ y).T
-    with torch.no_grad():
-        model.weight.copy_(weight)
-    variance = (noise / gram.diagonal())[None]
-    found = ba.Posterior.from_moments(model, {"weight": weight}, {"weight": variance}, len(x))
-    return found.replace(noise_variance=noise)
+    assert_close(found.change, (own @ (f.sigmoid() - y)[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
+    loss = F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").sum(dim=1)
+    assert_close(found.loss, loss.float())
+    assert torch.equal(found.predicted.view_as(y), (f > 0).long())
+    assert torch.equal(found.labels, labels.long())
 
 
 def test_regression_agrees_with_the_hat_matrix():
-    x, y, noise = linear_model()
-    x = torch.linalg.qr(x).Q
-    hat = (x @ x.T).diagonal()
-    residual = (y - x @ (x.T @ y))[:, 0]
-    found = audit(exact_posterior(x, y, noise), (x, y), likelihood="regression")
+    """The posterior of a linear regression with a flat prior, through `from_moments` where it is diagonal."""
+    x, noise, model = torch.linalg.qr(torch.randn(30, 3, dtype=torch.float64)).Q, 0.3**2, nn.Linear(3, 1, bias=False)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(30, 1)
+    weight, variance = (x.T @ y).T, torch.full((1, 3), noise, dtype=torch.float64)
+    with torch.no_grad():
+        model.double().weight.copy_(weight)
+    posterior = ba.Posterior.from_moments(model, {"weight": weight}, {"weight": variance}, len(x))
+    hat, residual = (x @ x.T).diagonal(), (y - x @ weight.T)[:, 0]
+    found = audit(posterior.replace(noise_variance=noise), (x, y), likelihood="regression")
     assert_close(found.suspicion, (residual.abs() / (noise * (1 + hat)).sqrt()).float())
     # Leaving an example out moves its output by −h r/(1 − h); to first order by −h r.
     assert_close(found.change[:, 0], (-hat * residual).float(), rtol=1e-5, atol=1e-6)
 
 
 def test_several_outputs_are_a_mahalanobis_distance():
-    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(
-        model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR
-    ).replace(noise_variance=[0.5, 2.0])
+    noise = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    posterior = of_outputs(2).replace(noise_variance=noise)
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
     own, _ = covariances(posterior, x)
-    noise, r = torch.tensor([0.5, 2.0]).double().diag(), y - model(x).detach()
-    distance = torch.stack([(r[i] @ torch.linalg.inv(own[i] + noise) @ r[i]).sqrt() for i in range(6)])
+    r = y - posterior.model(x).detach()
+    distance = torch.einsum("ni,nij,nj->n", r, torch.linalg.inv(own + noise.diag()), r).sqrt()
     found = audit(posterior, (x, y), likelihood="regression")
     assert_close(found.suspicion, distance.float(), rtol=1e-5, atol=1e-6)
-    white = r @ torch.linalg.inv(noise)
-    assert_close(found.change, -(own @ white[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.change, -(own @ (r / noise)[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_noise_is_estimated_and_said_so():

@@ -96,22 +96,6 @@ def test_the_names_in_the_help_are_those_of_the_library(capsys):
         assert all(name in told for name in names)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--fraction", 2), "fraction must be"),
-        (("--fraction", 0.5, "--ranking", "luck"), "ranking must be one of"),
-        (("--fraction", 0.5, "--scope", "luck"), "scope must be one of"),
-    ],
-)
-def test_a_setting_out_of_range_is_one_line(arguments, said, saved, capsys):
-    assert run("prune", saved, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"bayesadam: {said}")
-    assert error.count("\n") == 1
-    assert not [path for path in Path("out").rglob("*") if path.is_file()]
-
-
 WITHOUT_TORCH = """
 import sys
 from bayesadam.__main__ import main
@@ -336,6 +320,9 @@ def test_quantise_writes_what_inspect_reads(images, capsys):
     ("arguments", "said"),
     [
         ((), "how many weights?"),
+        (("--fraction", 2), "bayesadam: fraction must be"),
+        (("--fraction", 0.5, "--ranking", "luck"), "bayesadam: ranking must be one of"),
+        (("--fraction", 0.5, "--scope", "luck"), "bayesadam: scope must be one of"),
         (("--fraction", 0.5, "--inputs", "x.npy"), "give --model"),
         (("--fraction", 0.5, *WITH_MODEL, "--inputs", "none.npy"), "no file at none.npy"),
         (("--fraction", 0.5, *WITH_MODEL, "--inputs", "pickled.npy"), "Object arrays cannot be loaded"),
@@ -343,7 +330,7 @@ def test_quantise_writes_what_inspect_reads(images, capsys):
         (("--fraction", 0.5, *WITH_MODEL, "--inputs", "other.npy"), "does not run on these inputs"),
     ],
 )
-def test_inputs_that_cannot_be_used(arguments, said, images, capsys):
+def test_what_cannot_be_pruned_is_told_in_one_line(arguments, said, images, capsys):
     np.save("pickled.npy", np.array([{}, ()], dtype=object), allow_pickle=True)
     np.save("other.npy", np.zeros((5, 7), np.float32))
     Path("hostile.pt").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")

@@ -192,10 +192,7 @@ def _public(module: ModuleType) -> list[str]:
     return list(getattr(module, "__all__", [name for name in own if not name.startswith("_")]))
 
 
-PUBLIC = (
-    "bayesadam",
-    *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)),
-)
+PUBLIC = ("bayesadam", *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)))
 
 
 @pytest.mark.parametrize("module", PUBLIC)

@@ -8,13 +8,7 @@ import torch
 from scipy.stats import binom
 
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods.abstention import (
-    binomial_cdf,
-    certified,
-    needed,
-    remedy,
-    starts,
-)
+from bayesadam.likelihoods.abstention import binomial_cdf, certified, needed, remedy, starts
 from bayesadam.likelihoods.conformal import p_values, threshold
 from floats import approx, assert_close
 
