@@ -137,9 +137,6 @@ def test_the_optimiser_and_the_recorder_see_the_data_alone(every_step):
         assert_close(v, torch.tensordot(weights, expected[name].square(), dims=1), rtol=1e-5, atol=1e-12)
 
 
-# --- what leaves the weights alone ----------------------------------------------------------------------------------
-
-
 def test_no_rate_or_no_gradient_leaves_a_weight_alone(every_step):
     before = posterior("diagonal")
     model = before.model
@@ -173,9 +170,6 @@ def test_a_skipped_step_of_a_fused_optimiser_pulls_nothing(every_step):
     held.remove()
     fit(model, optimizer, seed=1, count=1)
     assert held._steps == [1]
-
-
-# --- which parameters -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,9 +229,6 @@ def test_settings_that_would_switch_it_off_are_refused():
     with pytest.raises(MatchError, match="posterior must be a Posterior, got dict"):
         anchor(optimizer, before.mode)
     assert not optimizer._optimizer_step_post_hooks
-
-
-# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["diagonal", "kronecker"])

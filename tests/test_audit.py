@@ -49,9 +49,6 @@ def covariances(posterior: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     return of(PRIOR), of(1e-3 * curvature.mean())
 
 
-# --- the measures ---------------------------------------------------------------------------------------------------
-
-
 def test_classes_agree_with_the_dense_jacobian():
     posterior, x, y = fitted()
     found = audit(posterior, (x, y))
@@ -133,9 +130,6 @@ def test_an_unknown_noise_is_estimated_and_said_so():
         audit(posterior, (x, model(x).detach()), likelihood="regression")
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
 def test_examples_are_numbered_as_they_come_however_they_are_cut():
     posterior, x, y = fitted()
     whole = audit(posterior, (x, y))
@@ -214,9 +208,6 @@ def test_the_model_is_left_as_it_was_even_by_an_error():
         audit(posterior, broken())
     assert untouched()
     model.eval()
-
-
-# --- what comes out -------------------------------------------------------------------------------------------------
 
 
 def test_an_audit_of_a_few_steps_is_warned_of():

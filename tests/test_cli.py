@@ -68,9 +68,6 @@ def small_demo(monkeypatch):
     monkeypatch.setattr(demo, "bands", partial(demo.bands, steps=20))
 
 
-# --- asking ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_a_screen(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -112,9 +109,6 @@ def test_help_and_errors_in_options_do_not_wait_for_torch():
     done = run_python(WITHOUT_TORCH)
     assert [line for line in done.stderr.splitlines() if line.endswith(" []")] == ["0 []"] * 3 + ["2 []"] * 2
     assert f"bayesadam {__version__}\n" in done.stdout
-
-
-# --- inspect and doctor ---------------------------------------------------------------------------------------------
 
 
 def test_inspect_prints_a_table_or_one_json_object_and_writes_nothing(saved, capsys):
@@ -205,9 +199,6 @@ def test_what_a_message_says_to_give_is_taken(case, command, pair, tmp_path, mon
     assert run(first, "w.pt", *rest, *options) == 0, (options, capsys.readouterr())
 
 
-# --- where results go -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("command", "extra", "usual"),
     [
@@ -240,9 +231,6 @@ def test_out_below_a_file_is_refused_before_any_work(saved, monkeypatch, capsys)
         error = capsys.readouterr().err
         assert error.startswith(f"bayesadam: cannot write to {saved / 'folder'}: ")
         assert error.count("\n") == 1
-
-
-# --- with the network and inputs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -341,9 +329,6 @@ def test_what_cannot_be_pruned_is_told_in_one_line(arguments, said, images, caps
     assert not [path for path in Path("out").rglob("*") if path.is_file()]
 
 
-# --- deploy ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def application(tmp_path, monkeypatch):
     """A calibrated network in `net.safetensors`, and `app_of_ours.py`, whose functions give models and inputs."""
@@ -386,9 +371,6 @@ def test_deploy_says_what_is_wrong(application, model, message, capsys):
     assert not Path("served.pt2").exists()
 
 
-# --- the demo -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_demos_band_is_wider_with_the_input_side():
     drawn = demo.bands(steps=300)
@@ -406,9 +388,6 @@ def test_demo_ends_with_the_path_in_any_encoding(encoding, small_demo, tmp_path,
     text = stdout.buffer.getvalue().decode(encoding)
     assert text.splitlines()[-1] == str(tmp_path / ("ü" if encoding == "utf-8" else "?") / "demo.png")
     assert (tmp_path / "ü" / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- failing --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,6 @@ def test_every_file_named_is_there(page):
         assert (ROOT / link).is_file(), link
 
 
-# --- an optimiser reader --------------------------------------------------------------------------------------------
-
-
 class Padam(torch.optim.Optimizer):
     """Adam without momentum, with a power of v: θ ← θ − α g/v̂^q, and weight decay added to the gradient."""
 
@@ -138,9 +135,6 @@ def test_an_optimiser_reader(monkeypatch, tmp_path):
         readers.register(record)
 
 
-# --- a likelihood ---------------------------------------------------------------------------------------------------
-
-
 def test_a_likelihood(monkeypatch):
     record = Recipe.of("likelihood").entered(monkeypatch)
     monkeypatch.setitem(LIKELIHOODS, record.name, record)  # type: ignore[arg-type]
@@ -174,9 +168,6 @@ def test_a_likelihood(monkeypatch):
     posterior = ba.Posterior.from_optimizer(model, optimizer, 300, likelihood="waiting", prior_precision=1.0)
     low, high = ba.calibrate(posterior, (x, y))(x).interval(0.9)
     assert 0.8 < ((low <= y) & (y <= high)).double().mean() <= 1
-
-
-# --- a checkpoint format --------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_format(monkeypatch, tmp_path):
@@ -215,9 +206,6 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     path.write_text(json.dumps(tree)[:-50])
     with pytest.raises(FileError, match=r"run\.tiny is damaged"):
         ba.readers.read_checkpoint(path)
-
-
-# --- a structure ------------------------------------------------------------------------------------------------------
 
 
 def test_a_structure(monkeypatch):

@@ -23,9 +23,6 @@ ALSO = {
 }
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_error_is_ours_and_python_s_and_survives_a_pickle():
     every = {
         name: value
@@ -79,9 +76,6 @@ def test_files_that_are_not_there_are_file_not_found_errors_and_damaged_ones_os_
     damaged.write_bytes(b"\0" * 40)
     with pytest.raises(OSError, match="truncated"):
         ba.Posterior.load(damaged, mlp(2, 2, 2))
-
-
-# --- warnings -------------------------------------------------------------------------------------------------------
 
 
 def test_a_warning_points_at_the_user_s_line():

@@ -38,9 +38,6 @@ def path(trained_pair: Any, tmp_path: Path) -> Path:
     return tmp_path / "c.pt"
 
 
-# --- the numbers ----------------------------------------------------------------------------------------------------
-
-
 LEVELS = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 
 
@@ -112,9 +109,6 @@ def test_it_prints_as_a_table(path: Path) -> None:
     assert len({len(line) for line in (heading, row, total)}) == 1
 
 
-# --- saved posteriors -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -178,9 +172,6 @@ def test_of_a_kronecker_structure_the_marginals_are_told(weights: bool, tmp_path
     found = inspect(tmp_path / "p.safetensors")
     agrees(found, posterior.snr() if weights else posterior.stddev)
     assert "kronecker" in found.rule
-
-
-# --- the doctor ----------------------------------------------------------------------------------------------------
 
 
 def test_of_a_file_the_doctor_notes_batch_norm_too(tmp_path: Path) -> None:

@@ -129,9 +129,6 @@ def assert_same_predictions(found: ba.Posterior, expected: ba.Posterior) -> None
     assert_close(a.f_variance, b.f_variance, **CLOSE)
 
 
-# --- the symmetry ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("options", "c"), KINDS)
 def test_predictions_are_those_of_the_product(adapted, options, c):
     before = read(adapted, **options)
@@ -158,9 +155,6 @@ def test_one_number_for_both_factors_does_not_have_the_symmetry(adapted):
         move(adapted, c)
         found.append(read(adapted, prior_precision=1.0).predict(x).f_variance)
     assert ((found[0] / found[1]).log().abs() > 0.05).any()
-
-
-# --- the numbers ----------------------------------------------------------------------------------------------------
 
 
 def test_the_prior_is_the_diagonal_of_the_penalty(adapted):
@@ -197,9 +191,6 @@ def test_a_frozen_factor_counts(adapted):
     assert len(ups) == len(ADAPTERS)
     assert not any("lora_A" in name for name in found)
     assert all(torch.equal(found[name], whole[name]) for name in ups)
-
-
-# --- what has no product --------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_that_starts_is_refused(adapted):
@@ -260,9 +251,6 @@ def test_layers_of_ones_own_need_a_scaling():
     found = posterior.replace(prior_precision=ba.LoraPrior(2.0, scaling=0.5)).prior_precision["0.lora_B"]
     expected = 2.0 * 0.25 * model[0].lora_A.square().sum(dim=1)
     assert_close(found, expected.detach().expand(4, 2))
-
-
-# --- along with the posterior ---------------------------------------------------------------------------------------
 
 
 def test_a_file_keeps_it(adapted, tmp_path):

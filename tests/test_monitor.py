@@ -61,9 +61,6 @@ def recursion(p: Array) -> Array:
     return np.array(logs)
 
 
-# --- p-values -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [1, 2, 31, 60])
 @pytest.mark.parametrize("discrete", [False, True])
 def test_p_values_are_those_of_counting(n, discrete):
@@ -122,9 +119,6 @@ def test_what_is_not_finite_is_the_largest():
     assert monitor.p_values[3] > 3 / 104
     for value in (math.nan, math.inf):
         assert ba.Monitor(reference=normal(300, 0)).update([value] * 100)
-
-
-# --- the martingale -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.4, -1.0])
@@ -212,9 +206,6 @@ def test_capital_and_memory_are_bounded():
     assert (np.diff(monitor._history[:, 0]) == monitor._stride).all()
 
 
-# --- networks, pictures, files ---------------------------------------------------------------------------------------
-
-
 def served() -> tuple[ba.Calibrated, torch.Tensor]:
     torch.manual_seed(0)
     x, model = torch.randn(400, 4), nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -280,9 +271,6 @@ def test_its_picture_and_its_words():
     monitor.reset()
     assert monitor.plot().lines[0].get_ydata()[-1] == 0
     assert str(monitor).endswith("no alarm")
-
-
-# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::bayesadam.errors.BayesAdamWarning")

@@ -76,9 +76,6 @@ def no_warnings():
         yield
 
 
-# --- what scikit-learn asks -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @parametrize_with_checks([BadamRegressor(n_ensemble=2, max_epochs=60), BadamClassifier(n_ensemble=2, max_epochs=60)])
 def test_scikit_learn_accepts_them(estimator, check):
@@ -110,8 +107,6 @@ def test_frames_in_arrays_out():
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame.rename(columns={"one": "three"}))
 
-
-# --- training, against a plain loop ---------------------------------------------------------------------------------
 
 NETWORK = Network(2, (5, 4), 2, "tanh")
 
@@ -174,9 +169,6 @@ def test_a_network_stops_after_so_many_epochs_without_a_lower_loss_and_does_not_
         assert_close(fit.params, alone.params, rtol=1e-3, atol=1e-5)
 
 
-# --- what is held out -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "n_parts"), [(10, 5), (57, 3), (200, 1)])
 def test_each_row_is_held_out_at_most_once_and_each_stratum_gives_its_share(n, n_parts):
     strata = np.random.RandomState(n).choice([0, 1, 1, 1, 2, 2], size=n)
@@ -210,9 +202,6 @@ def test_tiny_and_constant_data(n):
         assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
     probs = BadamClassifier(**SMALL).fit(X, np.arange(n) % 2).predict_proba(X)
     assert_close(probs.sum(axis=1), np.ones(n))
-
-
-# --- regression -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("data", "n_ensemble"), [(sine, 1), (two_targets, 3)])
@@ -267,9 +256,6 @@ def test_the_input_side_widens_outside_the_data():
     assert BadamRegressor(**{**SMALL, "n_ensemble": 2}, structure="inputs").fit(X, y).likelihood_ == "regression"
 
 
-# --- other likelihoods ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic", "poisson"])
 def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     X, y, _ = counts(120) if name == "poisson" else changing_noise(120)
@@ -317,9 +303,6 @@ def test_counts_that_vary_far_more_than_poissons_have_sane_means_and_are_told():
     with pytest.warns(BayesAdamWarning, match="^trust the means and the intervals more .* Poisson counts would"):
         model = BadamRegressor(**{**SMALL, "n_ensemble": 2, "likelihood": "poisson"}).fit(X, y)
     assert model.predict(X).max() < 20 * y.max()
-
-
-# --- the likelihood that is picked, and what held-out rows say ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -389,9 +372,6 @@ def test_scoring_by_the_log_likelihood():
     assert log_likelihood(process, X, y) == approx(gaussian.mean())
 
 
-# --- classification -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("labels", [("no", "yes"), (False, True), (10.0, 3.0, 7.0)])
 def test_probabilities_are_averaged_over_the_networks_whatever_the_labels(labels):
     X, y = blobs(40 * len(labels), labels=labels)
@@ -406,9 +386,6 @@ def test_probabilities_are_averaged_over_the_networks_whatever_the_labels(labels
     with torch.no_grad():
         for posterior in model.posteriors_:
             assert (posterior.predict(far).probs.amax(dim=1) <= posterior.model(far).softmax(dim=1).amax(dim=1)).all()
-
-
-# --- randomness, threads, arguments ---------------------------------------------------------------------------------
 
 
 def test_the_random_state_determines_everything_and_no_global_one_is_touched():

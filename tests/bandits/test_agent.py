@@ -32,9 +32,6 @@ def play(agent: Agent, rows: np.ndarray) -> list[int]:
     return arms
 
 
-# --- saves ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "forget"), [("hybrid", None), ("linear", None), ("linear", 11.0)])
 def test_the_same_seed_plays_the_same_game_and_a_saved_agent_resumes_it(name, forget, tmp_path):
     whole, agent = new(name, forget=forget), new(name, forget=forget)
@@ -94,9 +91,6 @@ def test_a_header_that_does_not_fit_is_refused(change, message, tmp_path):
         Agent.load(tmp_path / "agent")
 
 
-# --- choices --------------------------------------------------------------------------------------------------------
-
-
 def test_it_learns():
     agent = new("linear")
     arms = play(agent, ROWS[:250])
@@ -154,9 +148,6 @@ def test_removed_arms_are_not_chosen_and_come_back():
         agent.remove_arm(2)
 
 
-# --- probabilities --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "epsilon"), [("hybrid", 0.0), ("linear", 0.0), ("linear", 0.4)])
 def test_arms_are_chosen_as_often_as_their_probabilities_say(name, epsilon):
     agent, n = new(name, 4, epsilon=epsilon, initial_pulls=0), 3000
@@ -207,9 +198,6 @@ def test_an_arm_that_is_tried_in_turn_or_alone_on_offer_is_certain():
         agent.probabilities([HERE, HERE], allowed=np.array([[True, True, True], [True, False, False]]))
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
 def test_a_batch_is_decided_logged_and_rewarded(tmp_path):
     path, agent = tmp_path / "log.jsonl", new(initial_pulls=1)
     agent.log(path)
@@ -225,8 +213,6 @@ def test_a_batch_is_decided_logged_and_rewarded(tmp_path):
         agent.reward(one.id, 1.0)
     assert agent.pending == replay(path).pending == (0,)
 
-
-# --- what is refused ------------------------------------------------------------------------------------------------
 
 BAD = {
     "narrow": lambda a: a.update([1.0, 2.0], 0, 1.0),
@@ -305,9 +291,6 @@ def test_booleans_tensors_and_lists_are_taken(reward):
     agent.update(torch.zeros(3, requires_grad=True), 0, reward)
     agent.update([0.1, 0.2, 0.3], np.int32(1), 1)
     assert agent._seen.rewards[:2].tolist() == [1, 1]
-
-
-# --- trainings ------------------------------------------------------------------------------------------------------
 
 
 class Held:
@@ -423,9 +406,6 @@ def test_many_threads_decide_and_reward_while_trainings_go_on(tmp_path):
     assert agent._seen.count == np.isfinite(log.rewards).sum() == 180
     # The head on the contexts has every observation: its shape is a₀ + n/2 of each arm.
     assert agent._learner.belief.linear.shape[:3].sum() == approx(3 * 1.0 + 90)
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,6 @@ def played(x: np.ndarray, pays: np.ndarray, rounds: int, **changes: object) -> t
     return learner, seen
 
 
-# --- formulas -------------------------------------------------------------------------------------------------------
-
-
 def test_mean_and_deviation_by_hand():
     learner, _ = played(RINGS, RINGS_PAY, 150, reward_range=(0.0, 2.0))
     belief, x = learner.belief, RINGS[200:206]
@@ -150,9 +147,6 @@ def test_heads_after_a_training_are_fits_to_all_observations():
         cross = ridge[0, 0] * last[arm] + features[rows].T @ targets[rows]
         assert_close(new.hidden.mean[arm], np.linalg.solve(inverse, cross), rtol=1e-4, atol=1e-6)
         assert new.linear.shape[arm] == 1 + rows.sum() / 2
-
-
-# --- where each head counts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -71,9 +71,6 @@ def play(agent: Agent, rows: np.ndarray) -> list[int]:
     return decisions
 
 
-# --- lines ----------------------------------------------------------------------------------------------------------
-
-
 def test_every_event_is_a_line(path):
     agent = logged(path, initial_pulls=1, epsilon=0.25)
     first = agent.decide([0.1, 0.2, 0.3])
@@ -195,9 +192,6 @@ def test_what_cannot_be_written_does_not_happen(failure, monkeypatch, path):
     assert len(read_log(path)) == 10
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path, path):
     whole = tmp_path / "whole.jsonl"
     agent = new(initial_pulls=0)
@@ -293,9 +287,6 @@ def test_paths_that_cannot_be(tmp_path):
             new().log(path)
 
 
-# --- one writer -----------------------------------------------------------------------------------------------------
-
-
 def test_a_log_has_one_writer(path):
     one = new()
     one.log(path)
@@ -317,9 +308,6 @@ def test_a_forked_process_cannot_write_its_parent_s_log(monkeypatch, path):
             agent.decide(ROWS[0])
     assert agent.decide(ROWS[0]).id == 0
     assert len(read_log(path)) == 1
-
-
-# --- going on -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -518,8 +506,6 @@ def test_an_agent_that_went_on_without_its_log_needs_another(tmp_path, path):
     assert path.stat().st_size == size
 
 
-# --- arrays of others -----------------------------------------------------------------------------------------------
-
 GIVEN = {"contexts": np.zeros((2, 3)), "arms": [0, 1], "probabilities": [0.5, 1.0], "rewards": [1.0, np.nan]}
 
 
@@ -566,8 +552,6 @@ def test_arrays_that_do_not_fit_are_refused(change, message):
     with pytest.raises(MatchError, match=message):
         Log.of(**{**GIVEN, **change})
 
-
-# --- kills ----------------------------------------------------------------------------------------------------------
 
 # Imports once, then forks a process for each attempt. The parent reads what the child says it has done, and kills it
 # after a random number of reports, wherever it is by then.

@@ -65,9 +65,6 @@ def quietly(log: Log, of, **options: object):
         return evaluate(log, of, **options)
 
 
-# --- expectations ---------------------------------------------------------------------------------------------------
-
-
 def test_ips_and_doubly_robust_are_unbiased_over_every_log_of_an_agent_that_learns():
     total, found = 0.0, np.zeros(2)
     for log, chance in every_log():
@@ -119,9 +116,6 @@ def test_standard_errors_are_the_deviation_over_many_logs():
         assert values.mean() == approx(TRUTH, abs=4 * values.std() / np.sqrt(150) + 0.003), name
         inside = [low <= TRUTH <= high for low, high in (one.interval(0.9) for one in found)]
         assert np.mean(inside) >= 0.88, name
-
-
-# --- intervals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.03, 0.2, 0.6])
@@ -244,9 +238,6 @@ def test_intervals_of_differences_and_of_the_log():
     assert low < 0 < high
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 def test_a_decision_is_predicted_by_earlier_ones_alone():
     log = drawn(60, 1)
     before = predicted_before(log)
@@ -269,9 +260,6 @@ def _ridge(log: Log, end: int, row: int) -> np.ndarray:
         gram = x[mine].T @ x[mine] + 0.25 * np.eye(2)
         found.append(x[row] @ np.linalg.solve(gram, x[mine].T @ (log.rewards[mine] - shift)) + shift)
     return np.array(found)
-
-
-# --- windows --------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_judges_its_decisions_by_a_model_of_all_before_them():
@@ -315,9 +303,6 @@ def test_windows_are_whole_numbers(given):
     for name in ("since", "until"):
         with pytest.raises(SettingError, match=f"{name} must be a whole number .* logs have no times"):
             evaluate(drawn(50, 0), policy, **{name: given})
-
-
-# --- confidence sequences -------------------------------------------------------------------------------------------
 
 
 def test_bounds_are_where_the_bets_have_won_enough():
@@ -386,9 +371,6 @@ def test_sequences_of_rewards_outside_their_range_are_refused():
         found.sequence(95, reward_range=(0, 1))
 
 
-# --- two policies ---------------------------------------------------------------------------------------------------
-
-
 def test_two_policies_are_compared_decision_by_decision():
     log, _ = learning_log(1)
     found = compare(log, contrary, thirds, since=20)
@@ -414,9 +396,6 @@ def test_a_policy_differs_from_itself_by_nothing():
     assert (of_both.lower < 0).all()
     assert (of_both.upper > 0).all()
     assert of_both.upper[-1] - of_both.lower[-1] < (of_one.upper[-1] - of_one.lower[-1]) / 2
-
-
-# --- agents that learn ----------------------------------------------------------------------------------------------
 
 
 def learning_log(seed: int, n: int = 300, step: int = 50) -> tuple[Log, np.ndarray]:
@@ -465,9 +444,6 @@ def test_from_decide_to_evaluate(tmp_path):
         assert part in text
     assert "223 decisions; left out: {'without a reward': 25, 'tried in turn': 2, 'without a probability': 1}" in text
     assert "not to be trusted" not in text
-
-
-# --- policies -------------------------------------------------------------------------------------------------------
 
 
 def test_an_agent_is_evaluated_as_it_is_and_learns_nothing():
@@ -539,9 +515,6 @@ def test_a_log_without_rewards_says_so(tmp_path):
     agent.reward(0, 1.0)
     with pytest.raises(MatchError, match=r"has 0 decisions .* left out: .*'without a reward': 4"):
         evaluate(tmp_path / "log.jsonl", policy)
-
-
-# --- doubts ---------------------------------------------------------------------------------------------------------
 
 
 def uniform_log(n: int, seed: int = 0, **changes: object) -> Log:

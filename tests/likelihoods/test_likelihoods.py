@@ -46,9 +46,6 @@ def component(kind: Likelihood, mean: Tensor, variance: Tensor | None = None, **
     return Component(Moments(mean, variance, draws=more.pop("draws", None)), noise, **more)
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-
 @every_likelihood
 def test_the_loss_is_the_negative_log_likelihood_but_for_a_constant(kind):
     f = random(4, 7, EXAMPLES[kind.name][1])
@@ -70,9 +67,6 @@ def test_targets_of_a_data_set(kind):
     assert torch.equal(kind.shaped(y, f), y.to(torch.int64 if kind.name == "classification" else f.dtype))
     start = kind.start(y)
     assert start is None or start.shape == (TARGETS,)
-
-
-# --- mathematics ----------------------------------------------------------------------------------------------------
 
 
 @every_likelihood
@@ -254,9 +248,6 @@ def test_heteroscedastic_noise_has_a_ceiling():
     assert_close(kind.ceiling(y), (y - y.mean()).square().max()[None])
 
 
-# --- novelty --------------------------------------------------------------------------------------------------------
-
-
 @every_likelihood
 def test_novelty_grows_with_leverage(kind):
     f = random(1, EXAMPLES[kind.name][1]).expand(6, -1)
@@ -270,9 +261,6 @@ def test_novelty_of_tokens_is_the_mean_of_the_positions():
     expected = Categorical(logits=f).entropy() + 0.3 * r.log()[:, None]
     assert_close(kind.token_novelty(f, r), expected)
     assert_close(kind.novelty(f, r), expected.mean(dim=1))
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -273,9 +273,6 @@ def test_what_only_one_model_trained_is_its_own(tuned):
     assert "2 tensors that not every model trained come from those that did" in " ".join(merged.report.notes)
 
 
-# --- refusals and warnings ------------------------------------------------------------------------------------------
-
-
 def test_other_architectures_are_refused_by_the_first_name(tuned):
     wide = ba.Posterior.from_optimizer(*fine_tuned(network(6), 0)[:2], 960, prior_precision=1.0)
     with pytest.raises(ba.errors.MatchError, match=r"'0.weight' is of shape \(5, 4\) in the one and of shape \(6, 4\)"):
