@@ -1,7 +1,5 @@
 """Small trained networks shared by the tests."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path

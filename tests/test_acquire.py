@@ -1,7 +1,5 @@
 """What to label next, against brute force: every gradient and every determinant of a dense covariance written out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Anchors beside a dense minimiser of the proximal problem, in float64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

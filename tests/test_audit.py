@@ -1,7 +1,5 @@
 """Audits against dense float64 algebra: the Jacobian, the covariance it makes, and what follows from them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache

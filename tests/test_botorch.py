@@ -3,8 +3,6 @@
 botorch has an environment of its own, `make botorch-test`; elsewhere these tests are skipped.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The command line: one line an error, the right exit code, and files that are whole or absent."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

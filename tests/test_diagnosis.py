@@ -1,7 +1,5 @@
 """The doctor names what is wrong with a model and its optimiser, and says nothing of what is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

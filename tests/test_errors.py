@@ -1,7 +1,5 @@
 """What can be caught, and where warnings point."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

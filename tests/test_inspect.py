@@ -1,7 +1,5 @@
 """What `inspect` says of a checkpoint is what the posterior of the live optimiser says, without the model."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import inspect
 from bayesadam.errors import FileError
-from bayesadam.inspecting import diagnose_checkpoint
+from bayesadam.inspecting import Inspection, diagnose_checkpoint
 from bayesadam.readers import read_checkpoint
 from cases import mlp, train
 from floats import approx, assert_close
@@ -41,7 +39,7 @@ def path(trained_pair: Any, tmp_path: Path) -> Path:
 LEVELS = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
 
 
-def agrees(found: inspect.Inspection, expected: Mapping[str, torch.Tensor]) -> None:
+def agrees(found: Inspection, expected: Mapping[str, torch.Tensor]) -> None:
     assert [row.name for row in found.parameters] == list(expected)
     for row in found.parameters:
         values = expected[row.name].double()

@@ -1,7 +1,5 @@
 """A posterior over a LoRA adapter alone: its extent, its predictive against a full Jacobian, its calibration."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

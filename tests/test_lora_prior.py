@@ -1,7 +1,5 @@
 """A posterior with a LoraPrior is one on B A: B → B c, A → A/c changes nothing that it says."""
 
-from __future__ import annotations
-
 import copy
 import math
 

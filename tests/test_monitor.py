@@ -1,7 +1,5 @@
 """A monitor's p-values, martingale and bound, and what it keeps."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Bars of progress: on a terminal, once the work is long, and only the outermost."""
 
-from __future__ import annotations
-
 import pytest
 
 from bayesadam import _progress

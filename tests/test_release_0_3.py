@@ -1,7 +1,5 @@
 """What release 0.3 saved goes on as it was: `release_0_3` has its files; of posteriors see `weights`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

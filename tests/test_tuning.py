@@ -1,7 +1,5 @@
 """`posterior.tune`: what evidence and validation find, against closed forms and brute force."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Small agents, what they are told, and how two of them are compared."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bayesadam.bandits import Agent, make_agent

@@ -1,7 +1,5 @@
 """The agent in a user's own loop: what it learns and refuses, probabilities, saves, trainings beside decisions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

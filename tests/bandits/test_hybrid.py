@@ -1,7 +1,5 @@
 """The hybrid agent: its formulas by hand, its training against torch's Adam, its units, where each head counts."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

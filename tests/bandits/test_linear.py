@@ -1,7 +1,5 @@
 """Linear heads and observations against closed forms: normal equations, weights 2^(−age/h)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

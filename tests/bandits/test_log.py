@@ -1,7 +1,5 @@
 """The log: what is in it, that it survives kills and damage, and what an agent makes of it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

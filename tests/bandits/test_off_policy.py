@@ -1,7 +1,5 @@
 """Off-policy estimates: exact expectations over every possible log, coverage, and what is not to be trusted."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

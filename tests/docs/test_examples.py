@@ -4,8 +4,6 @@ The blocks of a page are a script: they run in order, in a fresh interpreter and
 nothing else.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

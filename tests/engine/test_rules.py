@@ -1,7 +1,5 @@
 """The engine's gradient against autograd, and its Adam against torch's."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Agents of Table 1 against independent references: autograd, torch's optimisers, closed forms, explicit draws."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

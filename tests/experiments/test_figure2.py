@@ -1,7 +1,5 @@
 """Figure 2 in small: the curves against masks applied one by one, the rankings, the files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Abstention: the exact bounds and the family of tests; conformal thresholds and p-values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """One suite over all likelihoods: losses, Hessians, targets, distributions, against torch.distributions and draws."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

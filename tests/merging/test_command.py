@@ -1,7 +1,5 @@
 """`bayesadam merge`."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

@@ -1,7 +1,5 @@
 """Merging by the inputs of layers: RegMean's closed form, what falls back to the diagonals, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters are merged as what they add to a weight, whatever their factors, ranks and scalings."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Merging networks: of posteriors, of files, streamed; what is checked, said and warned of."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The equations of merging against dense algebra in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ What they share is tested on a trainer of three lines; the real ones, whose impo
 among the slow tests.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
