@@ -229,40 +229,6 @@ def test_settings_that_would_switch_it_off_are_refused():
     assert not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
-def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
-    """The first task fixes y along three directions, the second along three others; a diagonal wants them to be
-    inputs.
-    """
-    torch.manual_seed(0)
-    turn = torch.eye(6) if kind == "diagonal" else torch.linalg.qr(torch.randn(6, 6)).Q
-    masks = [turn[:, :3] @ turn[:, :3].T, turn[:, 3:] @ turn[:, 3:].T]
-    inputs = [torch.randn(400, 6) @ mask for mask in masks]
-    tasks = [(inputs[0], inputs[0].sum(dim=1, keepdim=True)), (inputs[1], -2 * inputs[1].sum(dim=1, keepdim=True))]
-    error: dict[str, float] = {}
-    for method in ("plain", kind):
-        torch.manual_seed(1)
-        model = mlp(6, 32, 1)
-        before = None
-        for x, y in tasks:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            recorder = ba.Recorder(optimizer, keep=70)
-            held = anchor(optimizer, before, n_data=len(x)) if before is not None and method != "plain" else None
-            # Of precision 1/σ² = 100.
-            drawn = (torch.randint(len(x), (40,)) for _ in range(150))
-            cases.fit(model, optimizer, ((x[rows], y[rows]) for rows in drawn), lambda f, y: 50 * F.mse_loss(f, y))
-            if held is not None:
-                held.remove()
-            options = {"power": 1.0, "batch_size": 40, "prior_precision": 1.0}
-            if kind == "kronecker":
-                before = ba.Posterior.from_recorder(model, recorder, len(x), **options)
-            else:
-                before = ba.Posterior.from_optimizer(model, optimizer, len(x), **options)
-        with torch.no_grad():
-            error[method] = max(float(F.mse_loss(model(x), y)) for x, y in tasks)
-    assert error[kind] < 0.6 * error["plain"]
-
-
 def test_parameters_without_a_past_are_free_and_listed():
     model = Heads(2)
     first = torch.optim.Adam([*model.body.parameters(), *model.heads[0].parameters()])

@@ -114,12 +114,3 @@ def test_the_predictive_variance_is_that_of_the_full_jacobian(adapted):
     assert_close(found.f_mean, expected_mean, rtol=1e-9, atol=1e-9)
     assert_close(found.f_variance, expected.detach(), rtol=1e-8, atol=1e-12)
     assert (found.f_variance > 0).all()
-
-
-def test_a_saved_adapter_posterior_fits_the_adapter_again(adapted, tmp_path):
-    posterior = posterior_of(adapted)
-    posterior.save(tmp_path / "adapter.safetensors")
-    again = ba.Posterior.load(tmp_path / "adapter.safetensors", adapted.model)
-    assert list(again.mode) == list(posterior.mode)
-    assert all(torch.equal(again.variance[name], v) for name, v in posterior.variance.items())
-    assert sum(theta.numel() for theta in again.mode.values()) < sum(p.numel() for p in adapted.model.parameters()) / 4
