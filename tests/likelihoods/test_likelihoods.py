@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Normal, Poisson
+from torch.distributions import Bernoulli, Categorical, Distribution, Exponential, Normal, Poisson
 
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, Moments, Prediction, agreed, likelihood
@@ -74,7 +74,7 @@ def test_the_hessian_is_that_of_autograd(kind):
     f = random(width)
     distribution = make(f)
     targets = [targets_of(kind.name, f)]
-    if isinstance(distribution, Normal):
+    if isinstance(distribution, Normal | Exponential):
         targets = [distribution.mean + sign * distribution.stddev for sign in (-1, 1)]
     each = [torch.autograd.functional.hessian(lambda g, y=y: -make(g).log_prob(y).sum(), f) for y in targets]
     whole = torch.stack(each).mean(dim=0)
