@@ -309,25 +309,31 @@ def test_a_forked_process_cannot_write_its_parent_s_log(monkeypatch, path):
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_replay_knows_what_the_agent_knew(name, path):
+@pytest.mark.parametrize("by", ["all of its log", "a file and what was logged since"])
+def test_an_agent_is_made_again(name, by, path, saved):
     agent = logged(path, name)
     play(agent, ROWS[:20])
-    agent.update(ROWS[60:67], np.arange(7) % 3, np.ones(7))
+    agent.save(saved)
+    play(agent, ROWS[20:41])
+    agent.update(ROWS[100:103], [0, 1, 2], [1.0, 2.0, 3.0])
     agent.add_arm()
-    agent.decide(ROWS[20])
-    agent.remove_arm(1)
-    play(agent, ROWS[21:48])
-    again = replay(path)
-    assert again.settings == agent.settings
-    assert_alike(again, agent)
-    assert (again.n_arms, again._standing.removed) == (4, {1})
+    agent.decide(ROWS[41])
+    agent.remove_arm(0)
+    agent.forget(agent.pending[-1])
+    agent.reward(agent.pending[0], 0.25)
     agent.log(None)
-    before = again.log_id, path.stat().st_size
+    size, again = path.stat().st_size, replay(path) if by == "all of its log" else Agent.load(saved)
     again.log(path)
-    assert (again.log_id, path.stat().st_size) == before
+    assert (again.log_id, again.settings, path.stat().st_size) == (agent.log_id, agent.settings, size)
+    assert_alike(again, agent)
+    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
+        again.reward(0, 1.0)
     again.add_arm()
     # Cold: tried as often as every arm is at first.
-    assert [(one.id, one.arm) for one in map(again.decide, ROWS[:2])] == [(48, 4), (49, 4)]
+    assert [(one.id, one.arm) for one in map(again.decide, ROWS[:2])] == [(42, 4), (43, 3)]
+    again.log(None)
+    ids = read_log(path).ids
+    np.testing.assert_array_equal(ids[ids >= 0], np.arange(44))
 
 
 def test_replay_warm_starts_another_kind_of_agent_whose_log_begins_with_what_waits(tmp_path, path):
@@ -368,31 +374,6 @@ def test_replay_needs_a_new_agent_that_fits(path):
     path.write_text(path.read_text().replace('"agent":"linear"', '"agent":"lunar"'))
     with pytest.raises(FileError, match="is of the agent 'lunar', not one of hybrid, linear"):
         replay(path)
-
-
-@pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_saved_before_the_last_line_catches_up(name, path, saved):
-    agent = logged(path, name)
-    play(agent, ROWS[:20])
-    agent.save(saved)
-    play(agent, ROWS[20:41])
-    agent.update(ROWS[100:103], [0, 1, 2], [1.0, 2.0, 3.0])
-    agent.add_arm()
-    agent.remove_arm(0)
-    agent.forget(agent.pending[-1])
-    agent.reward(agent.pending[0], 0.25)
-    agent.log(None)
-    again = Agent.load(saved)
-    assert again._standing.next_id == 20
-    again.log(path)
-    assert_alike(again, agent)
-    decision = again.decide(ROWS[0])
-    assert decision.id == 41
-    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
-        again.reward(0, 1.0)
-    again.log(None)
-    ids = read_log(path).ids
-    np.testing.assert_array_equal(ids[ids >= 0], np.arange(42))
 
 
 def resumed(path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, int]:
