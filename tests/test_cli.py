@@ -18,7 +18,9 @@ from bayesadam import __version__
 from bayesadam import inspect as inspect_checkpoint
 from bayesadam.__main__ import main
 from bayesadam.cli import demo, output
+from bayesadam.compress import RANKINGS
 from bayesadam.errors import SettingError
+from bayesadam.merging import METHODS
 from cases import mlp, train
 from processes import run_python
 
@@ -61,11 +63,6 @@ def saved(pair, tmp_path, monkeypatch) -> Path:
     return tmp_path / "last.pt"
 
 
-@pytest.fixture
-def small_demo(monkeypatch):
-    monkeypatch.setattr(demo, "bands", partial(demo.bands, steps=20))
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_fits_a_screen(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -79,16 +76,7 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
         assert [line.split()[0] for line in lines[lines.index("Commands:") + 1 :]] == list(COMMANDS)
     missing = {"inspect": (), "doctor": (), "prune": (), "export": (), "merge": ("--optimizer-file",)}.get(command)
     assert missing is None or [option for option in READING if f"{option} " not in told] == list(missing)
-
-
-def test_the_names_in_the_help_are_those_of_the_library(capsys):
-    from bayesadam.compress import RANKINGS
-    from bayesadam.merging import METHODS
-
-    for command, names in (("prune", RANKINGS), ("merge", METHODS)):
-        assert run(command, "--help") == 0
-        told = capsys.readouterr().out
-        assert all(name in told for name in names)
+    assert all(name in told for name in {"prune": RANKINGS, "merge": METHODS}.get(command, ()))
 
 
 WITHOUT_TORCH = """
@@ -119,16 +107,13 @@ def test_inspect_prints_a_table_or_one_json_object_and_writes_nothing(saved, cap
     assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(saved), "adamw", 7, 20)
     quantiles = [row.quantiles[1] for row in inspect_checkpoint(saved, n_data=7).parameters]
     assert [row["quantiles"][1] for row in found["parameters"].values()] == quantiles
+    why = "\n".join(inspect_checkpoint(saved).why)
+    for option, is_shown in (("--why", True), ("--json", False)):
+        assert run("inspect", saved, option) == 0
+        assert capsys.readouterr().out.startswith(why) == is_shown
     assert sorted(Path().iterdir()) == before
     output.show({"is not finite": [float("nan"), 1.0]}, "", True)
     assert json.loads(capsys.readouterr().out) == {"is not finite": [None, 1.0]}
-
-
-def test_why_says_how_the_file_was_read(saved, capsys):
-    why = "\n".join(inspect_checkpoint(saved).why)
-    for option, shown in (("--why", True), ("--json", False)):
-        assert run("inspect", saved, option) == 0
-        assert capsys.readouterr().out.startswith(why) == shown
 
 
 def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path, capsys):
@@ -378,7 +363,8 @@ def test_the_demos_band_is_wider_with_the_input_side():
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_demo_ends_with_the_path_in_any_encoding(encoding, small_demo, tmp_path, monkeypatch):
+def test_demo_ends_with_the_path_in_any_encoding(encoding, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "bands", partial(demo.bands, steps=20))
     stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stdout)
     assert run("demo", "--out", tmp_path / "ü") == 0
