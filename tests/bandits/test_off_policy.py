@@ -212,18 +212,6 @@ def test_constant_rewards_have_an_interval_within_their_range_alone():
         evaluate(log, first, reward_range=(2, 3))
 
 
-def test_intervals_of_differences_and_of_the_log():
-    log, _ = learning_log(2)
-    both, back = compare(log, contrary, thirds), compare(log, thirds, contrary)
-    low, high = both.difference.interval(0.9)
-    assert low < both.difference.value < high
-    assert back.difference.interval(0.9) == approx((-high, -low))
-    least, most = both.first.logged.interval(0.9)
-    assert least < log.rewards.mean() < most
-    low, high = compare(log, thirds, thirds).difference.interval(0.9)
-    assert low < 0 < high
-
-
 def test_a_decision_is_predicted_by_earlier_ones_alone():
     log = drawn(60, 1)
     before = predicted_before(log)
@@ -368,7 +356,12 @@ def test_two_policies_are_compared_decision_by_decision():
     for part in ("first", "second", "difference", "95% interval"):
         assert part in text
     assert "not to be trusted" not in text
+    low, high = found.difference.interval(0.9)
+    assert low < found.difference.value < high
+    least, most = found.first.logged.interval(0.9)
+    assert least < log.rewards[20:].mean() < most
     swapped = compare(log, thirds, contrary, since=20)
+    assert swapped.difference.interval(0.9) == approx((-high, -low))
     back, there = (each.sequence(0.9, reward_range=(0, 1)) for each in (swapped, found))
     assert_close(back.lower, -there.upper)
     assert_close(back.upper, -there.lower)
@@ -378,6 +371,8 @@ def test_a_policy_differs_from_itself_by_nothing():
     rewards = np.random.default_rng(1).integers(2, size=2000).astype(float)
     found = compare(uniform_log(2000, probabilities=np.full((2000, 3), 1 / 3), rewards=rewards), first, first)
     assert (found.difference.value, found.difference.error) == (0, 0)
+    low, high = found.difference.interval(0.9)
+    assert low < 0 < high
     of_both, of_one = (one.sequence(0.95, reward_range=(0, 1)) for one in (found, found.first))
     assert (of_both.lower < 0).all()
     assert (of_both.upper > 0).all()
