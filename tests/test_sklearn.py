@@ -87,8 +87,8 @@ def test_scikit_learn_accepts_them(estimator, check):
 @pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
 def test_clones_pickles_and_searches_predict_the_same(estimator):
     X, y = sine() if estimator is BadamRegressor else blobs()
-    kind = {"likelihood": "regression"} if estimator is BadamRegressor else {}
-    model = estimator(**{**SMALL, **kind, "n_ensemble": 2}).fit(X, y)
+    settings = {**HOMOSCEDASTIC, "n_ensemble": 2} if estimator is BadamRegressor else SMALL
+    model = estimator(**settings).fit(X, y)
     predict = "predict" if estimator is BadamRegressor else "predict_proba"
     search = GridSearchCV(make_pipeline(model), {f"{estimator.__name__.lower()}__hidden": [[8]]}, cv=2).fit(X, y)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), clone(model).fit(X, y), search):
