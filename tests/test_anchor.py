@@ -195,20 +195,6 @@ def test_any_other_shape_is_refused(shape):
         anchor(torch.optim.Adam(before.model.parameters()), before)
 
 
-class Heads(nn.Module):
-    """A body, and a head for each task."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(3, 4).double()
-        self.heads = nn.ModuleList(nn.Linear(4, 2).double() for _ in range(heads))
-        self.task = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads[self.task](self.body(x).tanh())
-
-
 def test_settings_that_would_switch_it_off_are_refused():
     before = posterior("diagonal")
     optimizer = torch.optim.Adam(before.model.parameters())
@@ -229,23 +215,20 @@ def test_settings_that_would_switch_it_off_are_refused():
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_parameters_without_a_past_are_free_and_listed():
-    model = Heads(2)
-    first = torch.optim.Adam([*model.body.parameters(), *model.heads[0].parameters()])
-    cases.fit(model, first, batches(0))
-    before = ba.Posterior.from_optimizer(model, first, N, prior_precision=1.0)
-    second = torch.optim.Adam([*model.body.parameters(), *model.heads[1].parameters()])
-    with anchor(second, before) as held:
-        assert held.anchored == ("body.weight", "body.bias")
-        assert held.free == ("heads.1.weight", "heads.1.bias")
-    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
-        anchor(torch.optim.Adam(model.heads[1].parameters()), before)
-    smaller = nn.ModuleDict({"body": model.body})
-    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller) as held:
-        assert (held.anchored, held.free) == (("body.weight", "body.bias"), ())
-
-
 def test_a_weight_decay_beside_it_is_warned_of():
     before = posterior("diagonal")
     with pytest.warns(ba.errors.BayesAdamWarning, match=r"weight decay of 0\.01"):
         anchor(torch.optim.AdamW(before.model.parameters()), before).remove()
+
+
+def test_parameters_without_a_past_are_free_and_listed():
+    before = posterior("diagonal")
+    model = before.model.append(nn.Linear(2, 2).double())
+    with anchor(torch.optim.Adam([*model[0].parameters(), *model[3].parameters()]), before) as held:
+        assert held.anchored == ("0.weight", "0.bias")
+        assert held.free == ("3.weight", "3.bias")
+    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
+        anchor(torch.optim.Adam(model[3].parameters()), before)
+    smaller = nn.Sequential(model[0])
+    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller) as held:
+        assert (held.anchored, held.free) == (("0.weight", "0.bias"), ())

@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,6 +234,12 @@ def test_a_saved_monitor_goes_on_to_the_bit(tmp_path):
     assert (loaded.p_values == monitor.p_values).all()
     assert (loaded._history == monitor._history).all()
     assert loaded.log_martingale == monitor.log_martingale
+
+
+def test_a_monitor_of_release_0_3_goes_on():
+    monitor = ba.Monitor.load(Path(__file__).parent / "release_0_3" / "monitor.safetensors")
+    assert not monitor.alarmed
+    assert any(monitor.update(torch.full((1,), 50.0)) for _ in range(100))
 
 
 def test_a_damaged_file_is_refused(tmp_path):

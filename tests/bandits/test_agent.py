@@ -42,6 +42,7 @@ def test_the_same_seed_plays_the_same_game_and_a_saved_agent_resumes_it(name, fo
 
 
 RELEASE = Path(__file__).parent / "release_0_2"
+RELEASE_0_3 = Path(__file__).parents[1] / "release_0_3"
 
 
 def test_a_log_of_release_0_2_goes_on(tmp_path):
@@ -56,8 +57,21 @@ def test_a_log_of_release_0_2_goes_on(tmp_path):
     assert len(read_log(path)) == len(read_log(RELEASE / "log.jsonl")) == 11
 
 
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_of_release_0_3_go_on(name):
+    kept = json.loads((RELEASE_0_3 / "agents.json").read_text())
+    agent = Agent.load(RELEASE_0_3 / f"agent-{name}.safetensors")
+    assert list(agent.pending) == kept["agents"][name]["pending"]
+    # What the hybrid agent has learnt; its rule of exploring is another. The linear one is fitted anew.
+    means = agent._learner.predictive(np.array(kept["contexts"], np.float32))[0]
+    assert name == "linear" or np.allclose(means, kept["agents"][name]["means"], atol=1e-5)
+    assert np.isfinite(means).all()
+    # The shape of the head on the contexts is 1 + n/2 of each arm.
+    assert 2 * (agent._learner.belief.linear.shape - 1).sum() == agent._seen.count > 0
+
+
 def test_agents_that_the_library_no_longer_has_are_refused_by_name():
-    for path in (RELEASE / "badam.safetensors", RELEASE.parents[1] / "release_0_3" / "agent-greedy.safetensors"):
+    for path in (RELEASE / "badam.safetensors", RELEASE_0_3 / "agent-greedy.safetensors"):
         name = path.stem.removeprefix("agent-")
         with pytest.raises(FileError, match=f"is of the agent '{name}', not one of hybrid, linear: .*experiments"):
             Agent.load(path)
