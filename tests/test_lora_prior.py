@@ -140,15 +140,6 @@ def test_predictions_and_draws_are_those_of_the_product(adapted, options, c):
     assert_close(after.log_prob(moved(theta, c)), before.log_prob(theta) - volume, **CLOSE)
 
 
-def test_one_number_for_both_factors_does_not_have_the_symmetry(adapted):
-    x, _ = data(20, seed=5)
-    found = []
-    for c in (by_adapter(1.0, 1.0, 1.0), ONE_EACH):
-        move(adapted, c)
-        found.append(read(adapted, prior_precision=1.0).predict(x).f_variance)
-    assert ((found[0] / found[1]).log().abs() > 0.05).any()
-
-
 def test_the_prior_is_the_diagonal_of_the_penalty(adapted):
     """δ/2 ‖s B A‖² differentiated twice; δ itself for the head."""
     delta, s = 2.5, 5 / RANK

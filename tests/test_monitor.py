@@ -136,13 +136,6 @@ def test_the_martingale_is_that_of_a_recursion(shift):
     assert whole.alarmed == (shift != 0)
 
 
-def test_a_bet_neither_gains_nor_loses_on_uniform_numbers():
-    points = (np.arange(400_000) + 0.5) / 400_000
-    means = ba.monitoring.densities(points).mean(axis=0)
-    assert means.shape == (36,)
-    assert_close(means, np.ones(36), atol=1e-5)
-
-
 @pytest.mark.slow
 def test_false_alarms_are_bounded():
     """No drift, 300 streams: at α = .2 more than 82 alarms had a probability of less than .001."""
