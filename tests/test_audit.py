@@ -36,13 +36,10 @@ def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
     return replace(posterior, likelihood="classification"), x, y
 
 
-def flat_moment(posterior: ba.Posterior) -> Tensor:
-    return torch.cat([posterior.curvature.second_moment[name].flatten() for name in posterior.mode])
-
-
 def covariances(posterior: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     """J Σ Jᵀ at the posterior's own settings and at those of the data's curvature, both diagonal at p = 1."""
-    j, curvature = jacobian(posterior.model, x), posterior.n_data * BATCH * flat_moment(posterior)
+    moment = torch.cat([posterior.curvature.second_moment[name].flatten() for name in posterior.mode])
+    j, curvature = jacobian(posterior.model, x), posterior.n_data * BATCH * moment
     of = lambda delta: j @ ((curvature + delta).reciprocal()[:, None] * j.mT)  # noqa: E731
     return of(PRIOR), of(1e-3 * curvature.mean())
 
@@ -222,15 +219,10 @@ def test_an_audit_of_a_few_steps_is_warned_of():
 
 @pytest.mark.parametrize("name", ["poisson", "heteroscedastic"])
 def test_other_likelihoods_standardise_by_their_own_predictive(name):
-    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 500, power=1.0, batch_size=BATCH, prior_precision=5.0)
-    x = torch.randn(6, 3, dtype=torch.float64)
+    posterior, x = of_outputs(2), torch.randn(6, 3, dtype=torch.float64)
     y = torch.randint(4, (6, 2 if name == "poisson" else 1)).double()
     found = audit(posterior, (x, y), likelihood=name)
-    f, (own, _) = model(x).detach().requires_grad_(), covariances(replace(posterior), x)
-    curvature = posterior.n_data * BATCH * flat_moment(posterior)
-    j = jacobian(model, x)
-    own = j @ ((curvature + 5.0).reciprocal()[:, None] * j.mT)
+    f, (own, _) = posterior.model(x).detach().requires_grad_(), covariances(posterior, x)
     spread = own.diagonal(dim1=1, dim2=2)
     if name == "poisson":
         mean = f.exp()
