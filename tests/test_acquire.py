@@ -8,7 +8,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam import acquiring
 from bayesadam.errors import MatchError, SettingError
-from cases import fit, mlp
+from cases import fit, jacobian, mlp
 
 
 def classes(seed: int = 0, n_out: int = 3, likelihood: str = "classification") -> ba.Posterior:
@@ -44,9 +44,8 @@ def test_gradients_are_spread_as_the_written_out_ones_would_be():
 @pytest.mark.parametrize("likelihood", ["regression", "poisson", "heteroscedastic"])
 def test_numbers_are_chosen_by_the_determinant_of_their_covariance(likelihood):
     q, pool = classes(n_out=2, likelihood=likelihood).replace(noise_variance=0.1), torch.randn(6, 2).double()
-    f = q.model(pool).detach()
-    jacobian = torch.func.jacrev(lambda params: torch.func.functional_call(q.model, params, (pool,)))(dict(q.mean))
-    rows = torch.cat([(jacobian[name] * q.stddev[name]).flatten(2) for name in q.mean], dim=2).flatten(0, 1).detach()
+    f, stddev = q.model(pool).detach(), torch.cat([each.flatten() for each in q.stddev.values()])
+    rows = (jacobian(q.model, pool) * stddev).flatten(0, 1)
     hessian = {
         "regression": torch.full_like(f, 10.0),
         "poisson": f.exp(),

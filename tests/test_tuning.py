@@ -8,7 +8,7 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, data, trained, waves
-from cases import fit
+from cases import fit, jacobian
 from floats import approx, assert_close
 
 
@@ -33,12 +33,7 @@ def test_evidence_gives_the_trace_of_the_gauss_newton_matrix(name):
     q, (x, y) = trained(name), data(name, 100, 200)
     tuned = q.tune((x, y), method="evidence")
     kind, model = likelihood(name), q.model
-    from torch.func import functional_call, jacrev, vmap
-
-    params = {n: p.detach() for n, p in model.named_parameters()}
-    f = model(x).detach()
-    rows = vmap(jacrev(lambda p, one: functional_call(model, p, (one[None],))[0]), in_dims=(None, 0))(params, x)
-    j = torch.cat([r.flatten(2) for r in rows.values()], dim=2)
+    f, j = model(x).detach(), jacobian(model, x)
     if kind.coupled:
         p = f.softmax(dim=1)
         hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
@@ -48,7 +43,7 @@ def test_evidence_gives_the_trace_of_the_gauss_newton_matrix(name):
     total = sum(float(c.sum()) for c in tuned.curvature.curvatures(tuned.settings.power))
     # The last round of σ² ends within a hundredth.
     assert tuned.settings.weight * total == approx(tuned.n_data * float(trace), rel=0.02 if kind.noise else 1e-3)
-    square = sum(float(p.square().sum()) for p in params.values())
+    square = sum(float(p.detach().square().sum()) for p in model.parameters())
     delta = next(iter(tuned.prior_precision.values()))
     assert delta == approx(tuned.effective_dimension / square, rel=1e-4)
 
