@@ -1,9 +1,7 @@
 """Small trained networks shared by the tests."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +62,33 @@ class Lion(Optimizer):
                 m.lerp_(p.grad, 1 - later)
 
 
-def train(model: nn.Module, optimizer: Optimizer, *, steps: int = 20, batch: int = 8, seed: int = 0) -> None:
-    """A few steps on random regression data; every parameter gets a gradient that is not zero."""
+def squared(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).square().mean()
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[tuple[Any, Tensor]],
+    loss: Callable[[Any, Tensor], Tensor] = squared,
+) -> None:
+    """A step on each batch of inputs and targets."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, *, steps: int = 20, batch: int = 8, seed: int = 0, dead: int | None = None
+) -> None:
+    """A few steps on random regression data; every parameter gets a gradient that is not 0, but for a dead input's."""
     generator = torch.Generator().manual_seed(seed)
     first = next(model.parameters())
-    for _ in range(steps):
-        x = torch.randn(batch, first.shape[1], generator=generator).to(first)
-        optimizer.zero_grad()
-        out: Tensor = model(x)
-        (out - x.sum(dim=1, keepdim=True)).square().mean().backward()
-        optimizer.step()
+    inputs = [torch.randn(batch, first.shape[1], generator=generator).to(first) for _ in range(steps)]
+    for x in inputs if dead is not None else ():
+        x[:, dead] = 0
+    fit(model, optimizer, ((x, x.sum(dim=1, keepdim=True)) for x in inputs))
 
 
 def trained(

@@ -1,7 +1,5 @@
 """Random numbers of every test are its own, whatever ran before it in the same process."""
 
-from __future__ import annotations
-
 import gc
 import random
 

@@ -5,8 +5,6 @@ test names that of the terms they are sums of. A number near 0 beside large ones
 rounding, as another processor may sum in another order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

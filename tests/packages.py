@@ -1,7 +1,5 @@
 """Packages that take seconds to import: a process that runs none of their tests does not wait for them."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from typing import Any

@@ -4,8 +4,6 @@ No test measures how long something takes: a busy machine may take any time. A w
 limit is for what would otherwise hang.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checks that run in several processes at once: a script of them, and what each process found."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

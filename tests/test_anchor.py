@@ -1,9 +1,7 @@
 """Anchors beside a dense minimiser of the proximal problem, in float64."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bayesadam as ba
+import cases
 from bayesadam import anchoring
 from bayesadam.anchoring import anchor
 from bayesadam.errors import ImproperError, MatchError, SettingError
@@ -40,10 +39,7 @@ def batches(seed: int, count: int = 20, inputs: int = 3, outputs: int = 2) -> It
 
 def fit(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, count: int = 20) -> None:
     shape = {"inputs": next(model.parameters()).shape[1], "outputs": list(model.parameters())[-1].shape[0]}
-    for x, y in batches(seed, count, **shape):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+    cases.fit(model, optimizer, batches(seed, count, **shape))
 
 
 def network(*sizes: int) -> nn.Sequential:
@@ -80,95 +76,45 @@ def proximal(theta: Tensor, metric: Tensor, mu: Tensor, precision: Tensor, weigh
     return torch.linalg.solve(torch.diag(metric) + weight * precision, metric * theta + weight * precision @ mu)
 
 
-def one_step(
-    make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, x: Tensor, y: Tensor
-) -> torch.optim.Optimizer:
-    optimizer = make(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    return optimizer
-
-
-ADAM = {
-    "adam": lambda p: torch.optim.Adam(p, lr=0.03),
-    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.03, amsgrad=True, weight_decay=0.0),
+# How an optimiser is made, and the price that its state sets on every weight after t steps.
+PRICES = {
+    "adam": (torch.optim.Adam, {}, lambda s, t: (s["exp_avg_sq"] / (1 - 0.999**t)).sqrt() + 1e-8),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}, lambda s, t: (s["max_exp_avg_sq"] / (1 - 0.999**t)).sqrt() + 1e-8),
+    "rmsprop": (torch.optim.RMSprop, {}, lambda s, t: (s["square_avg"] / (1 - 0.99**t)).sqrt() + 1e-8),
+    "adagrad": (torch.optim.Adagrad, {}, lambda s, t: s["sum"].sqrt() + 1e-10),
+    "adamax": (torch.optim.Adamax, {}, lambda s, t: s["exp_inf"] + 1e-8),
+    "sgd": (torch.optim.SGD, {}, lambda s, t: 1.0),
+    "a rate in a tensor": (torch.optim.SGD, {"lr": torch.tensor(0.05)}, lambda s, t: 1.0),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, lambda s, t: 0.1),
+    "dampening": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}, lambda s, t: 0.2),
 }
 
 
-@pytest.mark.parametrize("name", ADAM)
-def test_a_step_minimises_the_proximal_problem(name, every_step):
-    """The third step of two runs that share the first two: without an anchor, and with one for the last alone."""
-    before = posterior("diagonal")
-    mu, precision = flat(before.mean), dense(before)
-    model = before.model
-    x, y = next(batches(7))
-    optimizer = ADAM[name](model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    with anchor(optimizer, before, strength=3.0, n_data=100):
-        plain, twin = copy.deepcopy((model, optimizer))
-        for copied, original in zip(plain.parameters(), model.parameters(), strict=True):
-            copied.grad = original.grad.clone()
-        twin._optimizer_step_post_hooks.clear()
-        twin.step()
-        optimizer.step()
-    key = "max_exp_avg_sq" if name == "amsgrad" else "exp_avg_sq"
-    v = torch.cat([twin.state[p][key].flatten() for p in plain.parameters()]) / (1 - 0.999**3)
-    expected = proximal(flat(plain.named_parameters()), (v.sqrt() + 1e-8) / 0.03, mu, precision, 3.0 / 100)
-    assert_close(flat(model.named_parameters()), expected, rtol=1e-9, atol=1e-12)
+# A dense precision is exact where every weight has one price.
+PULLS = [(name, kind) for kind in KINDS for name in PRICES if kind == "diagonal" or PRICES[name][0] is torch.optim.SGD]
 
 
-@pytest.mark.parametrize(
-    ("make", "metric"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 1 / 0.1),
-        (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.1)), 1 / 0.1),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 0.1 / 0.1),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, maximize=True), 0.2 / 0.1),
-    ],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_sgd_has_one_price_for_every_weight(kind, make, metric, every_step):
-    """And then the step is exact for every structure."""
+@pytest.mark.parametrize(("name", "kind"), PULLS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_pull_minimises_the_proximal_problem(name, kind, steps, monkeypatch):
+    """One pull for all steps, as far as all of them: after the first where each has its own, or else at the end."""
+    make, options, price = PRICES[name]
+    monkeypatch.setattr(anchoring, "_EVERY", 1 if steps == 1 else anchoring._EVERY)
     before = posterior(kind)
-    mu, precision = flat(before.mean), dense(before)
-    optimizer = make(before.model.parameters())
     plain = copy.deepcopy(before.model)
-    other = make(plain.parameters())
-    with anchor(optimizer, before):
-        fit(before.model, optimizer, seed=3, count=1)
-    fit(plain, other, seed=3, count=1)
-    theta = flat(plain.named_parameters())
-    expected = proximal(theta, torch.full_like(theta, metric), mu, precision, 1 / N)
-    assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-9)
-
-
-OTHERS = {
-    "rmsprop": (torch.optim.RMSprop, lambda s, t, p: (s["square_avg"] / (1 - 0.99**t)).sqrt() + 1e-8),
-    "adagrad": (torch.optim.Adagrad, lambda s, t, p: s["sum"].sqrt() + 1e-10),
-    "adamax": (torch.optim.Adamax, lambda s, t, p: s["exp_inf"] + 1e-8),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_optimiser_with_its_own_price(name):
-    before = posterior("diagonal")
-    make, rule = OTHERS[name]
-    plain = copy.deepcopy(before.model)
-    other, optimizer = make(plain.parameters(), lr=0.05), make(before.model.parameters(), lr=0.05)
-    # One pull for three steps, at the end, three times as far.
-    with anchor(optimizer, before):
-        fit(before.model, optimizer, seed=3, count=3)
-    fit(plain, other, seed=3, count=3)
-    metric = torch.cat([rule(other.state[p], 3, p).flatten() for p in plain.parameters()]) / 0.15
-    expected = proximal(flat(plain.named_parameters()), metric, flat(before.mean), dense(before), 1 / N)
-    assert_close(flat(before.model.named_parameters()), expected, rtol=1e-9, atol=1e-12)
+    optimizer, other = (make(of.parameters(), **{"lr": 0.05, **options}) for of in (before.model, plain))
+    with anchor(optimizer, before, strength=3.0, n_data=100) as held:
+        fit(before.model, optimizer, seed=3, count=steps)
+    fit(plain, other, seed=3, count=steps)
+    prices = [torch.ones_like(p) * price(other.state[p], steps) for p in plain.parameters()]
+    metric = torch.cat([each.flatten() for each in prices]) / (0.05 * steps)
+    expected = proximal(flat(plain.named_parameters()), metric, flat(before.mean), dense(before), 3.0 / 100)
+    exact = {"rtol": 1e-9, "atol": 1e-12} if kind == "diagonal" else {"rtol": 1e-6, "atol": 1e-9}
+    assert_close(flat(before.model.named_parameters()), expected, **exact)
+    # Once: a second remove finds nothing left to do.
+    kept = flat(before.model.named_parameters()).clone()
+    held.remove()
+    assert torch.equal(flat(before.model.named_parameters()), kept)
 
 
 def test_the_optimiser_and_the_recorder_see_the_data_alone(every_step):
@@ -187,9 +133,6 @@ def test_the_optimiser_and_the_recorder_see_the_data_alone(every_step):
         v = optimizer.state[model.get_parameter(name)]["exp_avg_sq"]
         weights = torch.tensor([0.001 * 0.999 ** (4 - t) for t in range(5)], dtype=v.dtype)
         assert_close(v, torch.tensordot(weights, expected[name].square(), dims=1), rtol=1e-5, atol=1e-12)
-
-
-# --- what leaves the weights alone ----------------------------------------------------------------------------------
 
 
 def test_no_rate_or_no_gradient_leaves_a_weight_alone(every_step):
@@ -227,9 +170,6 @@ def test_a_skipped_step_of_a_fused_optimiser_pulls_nothing(every_step):
     assert held._steps == [1]
 
 
-# --- which parameters -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_that_grew_is_held_in_its_old_rows(kind, every_step):
     before = posterior(kind)
@@ -255,20 +195,6 @@ def test_any_other_shape_is_refused(shape):
         anchor(torch.optim.Adam(before.model.parameters()), before)
 
 
-class Heads(nn.Module):
-    """A body, and a head for each task."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(3, 4).double()
-        self.heads = nn.ModuleList(nn.Linear(4, 2).double() for _ in range(heads))
-        self.task = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads[self.task](self.body(x).tanh())
-
-
 def test_settings_that_would_switch_it_off_are_refused():
     before = posterior("diagonal")
     optimizer = torch.optim.Adam(before.model.parameters())
@@ -289,89 +215,20 @@ def test_settings_that_would_switch_it_off_are_refused():
     assert not optimizer._optimizer_step_post_hooks
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_steps_since_the_last_pull_count_at_the_end(kind):
-    before = posterior(kind)
-    start, mu, precision = flat(before.mean).clone(), flat(before.mean), dense(before)
-    optimizer = torch.optim.SGD(before.model.parameters(), lr=0.1)
-    plain = copy.deepcopy(before.model)
-    with anchor(optimizer, before):
-        fit(before.model, optimizer, seed=3, count=5)
-    fit(plain, torch.optim.SGD(plain.parameters(), lr=0.1), seed=3, count=5)
-    theta = flat(plain.named_parameters())
-    expected = proximal(theta, torch.full_like(theta, 1 / 0.5), mu, precision, 1 / N)
-    assert_close(flat(before.model.named_parameters()), expected, rtol=1e-6, atol=1e-9)
-    held = anchor(optimizer, before, strength=1e12)
-    fit(before.model, optimizer, seed=3, count=5)
-    assert float((flat(before.model.named_parameters()) - start).abs().max()) > 1e-3
-    held.remove()
-    assert_close(flat(before.model.named_parameters()), start, atol=1e-8)
-    # Once: a second remove finds nothing left to do.
-    kept = before.model.state_dict()["0.weight"].clone()
-    held.remove()
-    assert torch.equal(before.model.state_dict()["0.weight"], kept)
-
-
-# --- checkpoints ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
-def test_two_tasks_of_which_plain_training_forgets_the_first(kind):
-    """The first task fixes y along three directions, the second along three others; a diagonal wants them to be
-    inputs.
-    """
-    torch.manual_seed(0)
-    turn = torch.eye(6) if kind == "diagonal" else torch.linalg.qr(torch.randn(6, 6)).Q
-    masks = [turn[:, :3] @ turn[:, :3].T, turn[:, 3:] @ turn[:, 3:].T]
-    inputs = [torch.randn(400, 6) @ mask for mask in masks]
-    tasks = [(inputs[0], inputs[0].sum(dim=1, keepdim=True)), (inputs[1], -2 * inputs[1].sum(dim=1, keepdim=True))]
-    error: dict[str, float] = {}
-    for method in ("plain", kind):
-        torch.manual_seed(1)
-        model = mlp(6, 32, 1)
-        before = None
-        for x, y in tasks:
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-            recorder = ba.Recorder(optimizer, keep=70)
-            held = anchor(optimizer, before, n_data=len(x)) if before is not None and method != "plain" else None
-            for _ in range(150):
-                rows = torch.randint(len(x), (40,))
-                optimizer.zero_grad()
-                # Of precision 1/σ² = 100.
-                (50 * F.mse_loss(model(x[rows]), y[rows])).backward()
-                optimizer.step()
-            if held is not None:
-                held.remove()
-            options = {"power": 1.0, "batch_size": 40, "prior_precision": 1.0}
-            if kind == "kronecker":
-                before = ba.Posterior.from_recorder(model, recorder, len(x), **options)
-            else:
-                before = ba.Posterior.from_optimizer(model, optimizer, len(x), **options)
-        with torch.no_grad():
-            error[method] = max(float(F.mse_loss(model(x), y)) for x, y in tasks)
-    assert error[kind] < 0.6 * error["plain"]
-
-
-def test_parameters_without_a_past_are_free_and_listed():
-    model = Heads(2)
-    first = torch.optim.Adam([*model.body.parameters(), *model.heads[0].parameters()])
-    for x, y in batches(0):
-        first.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        first.step()
-    before = ba.Posterior.from_optimizer(model, first, N, prior_precision=1.0)
-    second = torch.optim.Adam([*model.body.parameters(), *model.heads[1].parameters()])
-    with anchor(second, before) as held:
-        assert held.anchored == ("body.weight", "body.bias")
-        assert held.free == ("heads.1.weight", "heads.1.bias")
-    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
-        anchor(torch.optim.Adam(model.heads[1].parameters()), before)
-    smaller = nn.ModuleDict({"body": model.body})
-    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller) as held:
-        assert (held.anchored, held.free) == (("body.weight", "body.bias"), ())
-
-
 def test_a_weight_decay_beside_it_is_warned_of():
     before = posterior("diagonal")
     with pytest.warns(ba.errors.BayesAdamWarning, match=r"weight decay of 0\.01"):
         anchor(torch.optim.AdamW(before.model.parameters()), before).remove()
+
+
+def test_parameters_without_a_past_are_free_and_listed():
+    before = posterior("diagonal")
+    model = before.model.append(nn.Linear(2, 2).double())
+    with anchor(torch.optim.Adam([*model[0].parameters(), *model[3].parameters()]), before) as held:
+        assert held.anchored == ("0.weight", "0.bias")
+        assert held.free == ("3.weight", "3.bias")
+    with pytest.raises(MatchError, match="trains none of the posterior's parameters"):
+        anchor(torch.optim.Adam(model[3].parameters()), before)
+    smaller = nn.Sequential(model[0])
+    with anchor(torch.optim.Adam(smaller.parameters()), before, model=smaller) as held:
+        assert (held.anchored, held.free) == (("0.weight", "0.bias"), ())

@@ -1,7 +1,5 @@
 """Audits against dense float64 algebra: the Jacobian, the covariance it makes, and what follows from them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import cache
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 import bayesadam as ba
 from bayesadam.auditing import audit
 from bayesadam.errors import MatchError, SettingError
-from cases import jacobian, mlp, trained
+from cases import fit, jacobian, mlp, trained
 from floats import approx, assert_close
 
 BATCH, PRIOR = 8, 0.5
@@ -31,28 +29,19 @@ def fitted() -> tuple[ba.Posterior, Tensor, Tensor]:
     model = mlp(3, 6, classes).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(40):
-        for rows in torch.randperm(n).split(BATCH):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
+        fit(model, optimizer, [(x[rows], y[rows]) for rows in torch.randperm(n).split(BATCH)], F.cross_entropy)
     optimizer.zero_grad()
     given = {"power": 1.0, "batch_size": BATCH, "prior_precision": PRIOR}
     posterior = ba.Posterior.from_optimizer(model, optimizer, n, **given)
     return replace(posterior, likelihood="classification"), x, y
 
 
-def flat_moment(posterior: ba.Posterior) -> Tensor:
-    return torch.cat([posterior.curvature.second_moment[name].flatten() for name in posterior.mode])
-
-
 def covariances(posterior: ba.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     """J Σ Jᵀ at the posterior's own settings and at those of the data's curvature, both diagonal at p = 1."""
-    j, curvature = jacobian(posterior.model, x), posterior.n_data * BATCH * flat_moment(posterior)
+    moment = torch.cat([posterior.curvature.second_moment[name].flatten() for name in posterior.mode])
+    j, curvature = jacobian(posterior.model, x), posterior.n_data * BATCH * moment
     of = lambda delta: j @ ((curvature + delta).reciprocal()[:, None] * j.mT)  # noqa: E731
     return of(PRIOR), of(1e-3 * curvature.mean())
-
-
-# --- the measures ---------------------------------------------------------------------------------------------------
 
 
 def test_classes_agree_with_the_dense_jacobian():
@@ -74,76 +63,52 @@ def test_classes_agree_with_the_dense_jacobian():
     assert torch.equal(found.labels, y)
 
 
-def test_binary_is_the_same_as_two_classes():
-    torch.manual_seed(0)
-    model, optimizer = trained(3, 5, 1, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR)
-    x, y = torch.randn(9, 3, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1, 0, 0, 1, 1])
-    found = audit(posterior, (x, y), likelihood="binary")
+def of_outputs(outputs: int) -> ba.Posterior:
+    model, optimizer = trained(3, 5, outputs, dtype=torch.float64)
+    return ba.Posterior.from_optimizer(model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_of_binary_outputs_the_most_suspect_counts(outputs):
+    posterior, x, y = of_outputs(outputs), torch.randn(9, 3, dtype=torch.float64), torch.randint(2, (9, outputs))
+    labels = y[:, 0] if outputs == 1 else y.double()
+    found = audit(posterior, (x, labels), likelihood="binary")
     own, novel = covariances(posterior, x)
-    f, sign = model(x).detach()[:, 0], 2 * y - 1
-    assert_close(found.suspicion, (-sign * f / novel[:, 0, 0] ** 0.25).float())
-    assert_close(found.change[:, 0], (own[:, 0, 0] * (f.sigmoid() - y)).float())
-    assert_close(found.loss, F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").float())
-    assert torch.equal(found.predicted, (f > 0).long())
-
-
-def test_of_several_binary_outputs_the_most_suspect_counts():
-    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 50, batch_size=BATCH, prior_precision=PRIOR)
-    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7, 2))
-    found = audit(posterior, (x, y.double()), likelihood="binary")
-    _, novel = covariances(posterior, x)
-    each = -(2 * y - 1) * model(x).detach() / novel.diagonal(dim1=1, dim2=2) ** 0.25
+    f = posterior.model(x).detach()
+    each = -(2 * y - 1) * f / novel.diagonal(dim1=1, dim2=2) ** 0.25
     assert_close(found.suspicion, each.amax(dim=1).float())
-    assert torch.equal(found.labels, y)
-
-
-def linear_model(n: int = 30) -> tuple[Tensor, Tensor, float]:
-    torch.manual_seed(2)
-    x = torch.randn(n, 3, dtype=torch.float64)
-    return x, x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(n, 1), 0.3**2
-
-
-def exact_posterior(x: Tensor, y: Tensor, noise: float) -> ba.Posterior:
-    """The posterior of a linear regression with a flat prior, through `from_moments` in coordinates where it is
-    diagonal.
-    """
-    model = nn.Linear(x.shape[1], 1, bias=False, dtype=torch.float64)
-    gram = x.T @ x
-    assert (gram - gram.diagonal().diag()).abs().max() < 1e-9
-    weight = torch.linalg.solve(gram, x.T @ y).T
-    with torch.no_grad():
-        model.weight.copy_(weight)
-    variance = (noise / gram.diagonal())[None]
-    found = ba.Posterior.from_moments(model, {"weight": weight}, {"weight": variance}, len(x))
-    return found.replace(noise_variance=noise)
+    assert_close(found.change, (own @ (f.sigmoid() - y)[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
+    loss = F.binary_cross_entropy_with_logits(f, y.double(), reduction="none").sum(dim=1)
+    assert_close(found.loss, loss.float())
+    assert torch.equal(found.predicted.view_as(y), (f > 0).long())
+    assert torch.equal(found.labels, labels.long())
 
 
 def test_regression_agrees_with_the_hat_matrix():
-    x, y, noise = linear_model()
-    x = torch.linalg.qr(x).Q
-    hat = (x @ x.T).diagonal()
-    residual = (y - x @ (x.T @ y))[:, 0]
-    found = audit(exact_posterior(x, y, noise), (x, y), likelihood="regression")
+    """The posterior of a linear regression with a flat prior, through `from_moments` where it is diagonal."""
+    x, noise, model = torch.linalg.qr(torch.randn(30, 3, dtype=torch.float64)).Q, 0.3**2, nn.Linear(3, 1, bias=False)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.3 * torch.randn(30, 1)
+    weight, variance = (x.T @ y).T, torch.full((1, 3), noise, dtype=torch.float64)
+    with torch.no_grad():
+        model.double().weight.copy_(weight)
+    posterior = ba.Posterior.from_moments(model, {"weight": weight}, {"weight": variance}, len(x))
+    hat, residual = (x @ x.T).diagonal(), (y - x @ weight.T)[:, 0]
+    found = audit(posterior.replace(noise_variance=noise), (x, y), likelihood="regression")
     assert_close(found.suspicion, (residual.abs() / (noise * (1 + hat)).sqrt()).float())
     # Leaving an example out moves its output by −h r/(1 − h); to first order by −h r.
     assert_close(found.change[:, 0], (-hat * residual).float(), rtol=1e-5, atol=1e-6)
 
 
 def test_several_outputs_are_a_mahalanobis_distance():
-    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(
-        model, optimizer, 50, power=1.0, batch_size=BATCH, prior_precision=PRIOR
-    ).replace(noise_variance=[0.5, 2.0])
+    noise = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    posterior = of_outputs(2).replace(noise_variance=noise)
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
     own, _ = covariances(posterior, x)
-    noise, r = torch.tensor([0.5, 2.0]).double().diag(), y - model(x).detach()
-    distance = torch.stack([(r[i] @ torch.linalg.inv(own[i] + noise) @ r[i]).sqrt() for i in range(6)])
+    r = y - posterior.model(x).detach()
+    distance = torch.einsum("ni,nij,nj->n", r, torch.linalg.inv(own + noise.diag()), r).sqrt()
     found = audit(posterior, (x, y), likelihood="regression")
     assert_close(found.suspicion, distance.float(), rtol=1e-5, atol=1e-6)
-    white = r @ torch.linalg.inv(noise)
-    assert_close(found.change, -(own @ white[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
+    assert_close(found.change, -(own @ (r / noise)[..., None])[..., 0].float(), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_noise_is_estimated_and_said_so():
@@ -158,9 +123,6 @@ def test_an_unknown_noise_is_estimated_and_said_so():
     assert found.suspects(1)[0].index == 3
     with pytest.raises(SettingError, match="noise variance is 0"):
         audit(posterior, (x, model(x).detach()), likelihood="regression")
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
 
 
 def test_examples_are_numbered_as_they_come_however_they_are_cut():
@@ -243,17 +205,11 @@ def test_the_model_is_left_as_it_was_even_by_an_error():
     model.eval()
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
-
-
 def test_an_audit_of_a_few_steps_is_warned_of():
     torch.manual_seed(0)
     model, x, y = mlp(3, 4), torch.randn(8, 3), torch.randint(4, (8,))
     optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    fit(model, optimizer, 3 * [(x, y)], F.cross_entropy)
     posterior = ba.Posterior.from_optimizer(model, optimizer, 8, prior_precision=1.0)
     with pytest.warns(ba.errors.BayesAdamWarning, match="has 3 gradients behind it"):
         audit(posterior, (x, y), likelihood="classification")
@@ -263,15 +219,10 @@ def test_an_audit_of_a_few_steps_is_warned_of():
 
 @pytest.mark.parametrize("name", ["poisson", "heteroscedastic"])
 def test_other_likelihoods_standardise_by_their_own_predictive(name):
-    model, optimizer = trained(3, 5, 2, dtype=torch.float64)
-    posterior = ba.Posterior.from_optimizer(model, optimizer, 500, power=1.0, batch_size=BATCH, prior_precision=5.0)
-    x = torch.randn(6, 3, dtype=torch.float64)
+    posterior, x = of_outputs(2), torch.randn(6, 3, dtype=torch.float64)
     y = torch.randint(4, (6, 2 if name == "poisson" else 1)).double()
     found = audit(posterior, (x, y), likelihood=name)
-    f, (own, _) = model(x).detach().requires_grad_(), covariances(replace(posterior), x)
-    curvature = posterior.n_data * BATCH * flat_moment(posterior)
-    j = jacobian(model, x)
-    own = j @ ((curvature + 5.0).reciprocal()[:, None] * j.mT)
+    f, (own, _) = posterior.model(x).detach().requires_grad_(), covariances(posterior, x)
     spread = own.diagonal(dim1=1, dim2=2)
     if name == "poisson":
         mean = f.exp()

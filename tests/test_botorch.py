@@ -3,15 +3,13 @@
 botorch has an environment of its own, `make botorch-test`; elsewhere these tests are skipped.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 import bayesadam as ba
 from bayesadam.errors import SettingError
-from cases import mlp
+from cases import fit, mlp
 from floats import assert_close
 
 pytest.importorskip("botorch", reason="needs botorch: make botorch-test")
@@ -39,10 +37,7 @@ def fitted(x: Tensor, y: Tensor, seed: int = 0) -> ba.Posterior:
     torch.manual_seed(seed)
     network = mlp(2, 6, y.shape[1]).double()
     optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
-    for _ in range(100):
-        optimizer.zero_grad()
-        (network(x) - y).square().mean().backward()
-        optimizer.step()
+    fit(network, optimizer, 100 * [(x, y)])
     q = ba.Posterior.from_optimizer(network, optimizer, len(x), likelihood="regression", prior_precision=1.0)
     return q.replace(noise_variance=0.1)
 

@@ -1,7 +1,5 @@
 """The command line: one line an error, the right exit code, and files that are whole or absent."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -20,7 +18,9 @@ from bayesadam import __version__
 from bayesadam import inspect as inspect_checkpoint
 from bayesadam.__main__ import main
 from bayesadam.cli import demo, output
+from bayesadam.compress import RANKINGS
 from bayesadam.errors import SettingError
+from bayesadam.merging import METHODS
 from cases import mlp, train
 from processes import run_python
 
@@ -48,12 +48,7 @@ def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = mlp(4, 20, 1)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.99))
-    for _ in range(100):
-        x = torch.randn(8, 4)
-        x[:, 3] = 0
-        optimizer.zero_grad()
-        (model(x) - 1).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=100, dead=3)
     return model, optimizer
 
 
@@ -66,14 +61,6 @@ def saved(pair, tmp_path, monkeypatch) -> Path:
         torch.save(tree, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "last.pt"
-
-
-@pytest.fixture
-def small_demo(monkeypatch):
-    monkeypatch.setattr(demo, "bands", partial(demo.bands, steps=20))
-
-
-# --- asking ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -89,32 +76,7 @@ def test_help_fits_a_screen(command, capsys, monkeypatch):
         assert [line.split()[0] for line in lines[lines.index("Commands:") + 1 :]] == list(COMMANDS)
     missing = {"inspect": (), "doctor": (), "prune": (), "export": (), "merge": ("--optimizer-file",)}.get(command)
     assert missing is None or [option for option in READING if f"{option} " not in told] == list(missing)
-
-
-def test_the_names_in_the_help_are_those_of_the_library(capsys):
-    from bayesadam.compress import RANKINGS
-    from bayesadam.merging import METHODS
-
-    for command, names in (("prune", RANKINGS), ("merge", METHODS)):
-        assert run(command, "--help") == 0
-        told = capsys.readouterr().out
-        assert all(name in told for name in names)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--fraction", 2), "fraction must be"),
-        (("--fraction", 0.5, "--ranking", "luck"), "ranking must be one of"),
-        (("--fraction", 0.5, "--scope", "luck"), "scope must be one of"),
-    ],
-)
-def test_a_setting_out_of_range_is_one_line(arguments, said, saved, capsys):
-    assert run("prune", saved, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"bayesadam: {said}")
-    assert error.count("\n") == 1
-    assert not [path for path in Path("out").rglob("*") if path.is_file()]
+    assert all(name in told for name in {"prune": RANKINGS, "merge": METHODS}.get(command, ()))
 
 
 WITHOUT_TORCH = """
@@ -135,9 +97,6 @@ def test_help_and_errors_in_options_do_not_wait_for_torch():
     assert f"bayesadam {__version__}\n" in done.stdout
 
 
-# --- inspect and doctor ---------------------------------------------------------------------------------------------
-
-
 def test_inspect_prints_a_table_or_one_json_object_and_writes_nothing(saved, capsys):
     before = sorted(Path().iterdir())
     assert run("inspect", saved) == 0
@@ -148,16 +107,13 @@ def test_inspect_prints_a_table_or_one_json_object_and_writes_nothing(saved, cap
     assert (found["source"], found["optimizer"], found["n_data"], found["dead"]) == (str(saved), "adamw", 7, 20)
     quantiles = [row.quantiles[1] for row in inspect_checkpoint(saved, n_data=7).parameters]
     assert [row["quantiles"][1] for row in found["parameters"].values()] == quantiles
+    why = "\n".join(inspect_checkpoint(saved).why)
+    for option, is_shown in (("--why", True), ("--json", False)):
+        assert run("inspect", saved, option) == 0
+        assert capsys.readouterr().out.startswith(why) == is_shown
     assert sorted(Path().iterdir()) == before
     output.show({"is not finite": [float("nan"), 1.0]}, "", True)
     assert json.loads(capsys.readouterr().out) == {"is not finite": [None, 1.0]}
-
-
-def test_why_says_how_the_file_was_read(saved, capsys):
-    why = "\n".join(inspect_checkpoint(saved).why)
-    for option, shown in (("--why", True), ("--json", False)):
-        assert run("inspect", saved, option) == 0
-        assert capsys.readouterr().out.startswith(why) == shown
 
 
 def test_an_error_is_json_too_and_still_one_line_and_code_2(tmp_path, capsys):
@@ -226,9 +182,6 @@ def test_what_a_message_says_to_give_is_taken(case, command, pair, tmp_path, mon
     assert run(first, "w.pt", *rest, *options) == 0, (options, capsys.readouterr())
 
 
-# --- where results go -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("command", "extra", "usual"),
     [
@@ -261,9 +214,6 @@ def test_out_below_a_file_is_refused_before_any_work(saved, monkeypatch, capsys)
         error = capsys.readouterr().err
         assert error.startswith(f"bayesadam: cannot write to {saved / 'folder'}: ")
         assert error.count("\n") == 1
-
-
-# --- with the network and inputs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -341,6 +291,9 @@ def test_quantise_writes_what_inspect_reads(images, capsys):
     ("arguments", "said"),
     [
         ((), "how many weights?"),
+        (("--fraction", 2), "bayesadam: fraction must be"),
+        (("--fraction", 0.5, "--ranking", "luck"), "bayesadam: ranking must be one of"),
+        (("--fraction", 0.5, "--scope", "luck"), "bayesadam: scope must be one of"),
         (("--fraction", 0.5, "--inputs", "x.npy"), "give --model"),
         (("--fraction", 0.5, *WITH_MODEL, "--inputs", "none.npy"), "no file at none.npy"),
         (("--fraction", 0.5, *WITH_MODEL, "--inputs", "pickled.npy"), "Object arrays cannot be loaded"),
@@ -348,7 +301,7 @@ def test_quantise_writes_what_inspect_reads(images, capsys):
         (("--fraction", 0.5, *WITH_MODEL, "--inputs", "other.npy"), "does not run on these inputs"),
     ],
 )
-def test_inputs_that_cannot_be_used(arguments, said, images, capsys):
+def test_what_cannot_be_pruned_is_told_in_one_line(arguments, said, images, capsys):
     np.save("pickled.npy", np.array([{}, ()], dtype=object), allow_pickle=True)
     np.save("other.npy", np.zeros((5, 7), np.float32))
     Path("hostile.pt").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
@@ -357,9 +310,6 @@ def test_inputs_that_cannot_be_used(arguments, said, images, capsys):
     assert said in error
     assert error.count("\n") == 1
     assert not [path for path in Path("out").rglob("*") if path.is_file()]
-
-
-# --- deploy ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -404,9 +354,6 @@ def test_deploy_says_what_is_wrong(application, model, message, capsys):
     assert not Path("served.pt2").exists()
 
 
-# --- the demo -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_demos_band_is_wider_with_the_input_side():
     drawn = demo.bands(steps=300)
@@ -416,7 +363,8 @@ def test_the_demos_band_is_wider_with_the_input_side():
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_demo_ends_with_the_path_in_any_encoding(encoding, small_demo, tmp_path, monkeypatch):
+def test_demo_ends_with_the_path_in_any_encoding(encoding, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "bands", partial(demo.bands, steps=20))
     stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stdout)
     assert run("demo", "--out", tmp_path / "ü") == 0
@@ -424,9 +372,6 @@ def test_demo_ends_with_the_path_in_any_encoding(encoding, small_demo, tmp_path,
     text = stdout.buffer.getvalue().decode(encoding)
     assert text.splitlines()[-1] == str(tmp_path / ("ü" if encoding == "utf-8" else "?") / "demo.png")
     assert (tmp_path / "ü" / "demo.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- failing --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Exponential
 
 import bayesadam as ba
+import likelihoods.test_likelihoods as suite
 from bayesadam.errors import FileError, SettingError
-from bayesadam.likelihoods import LIKELIHOODS, Component, Moments, Prediction
+from bayesadam.likelihoods import LIKELIHOODS
 from bayesadam.readers import registry as readers
 from bayesadam.readers.formats import registry as formats
-from cases import mlp
+from cases import mlp, train
 from floats import assert_close
 
 ROOT = Path(__file__).parents[1]
@@ -71,18 +73,8 @@ def _dotted(path: str) -> str:
     return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
-def test_every_file_named_is_there(page):
-    text = page.read_text(encoding="utf-8")
-    assert page not in PAGES or page.stem in TESTED
-    for path in re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w/.]+\.\w+)`", text):
-        if "NAME" not in path:
-            assert (ROOT / path).is_file(), path
-    for link in re.findall(r"\]\((docs/[\w/.-]+)\)", text):
-        assert (ROOT / link).is_file(), link
-
-
-# --- an optimiser reader --------------------------------------------------------------------------------------------
+def test_every_page_is_followed():
+    assert {page.stem for page in PAGES} == set(TESTED)
 
 
 class Padam(torch.optim.Optimizer):
@@ -138,35 +130,23 @@ def test_an_optimiser_reader(monkeypatch, tmp_path):
         readers.register(record)
 
 
-# --- a likelihood ---------------------------------------------------------------------------------------------------
-
-
 def test_a_likelihood(monkeypatch):
     record = Recipe.of("likelihood").entered(monkeypatch)
     monkeypatch.setitem(LIKELIHOODS, record.name, record)  # type: ignore[arg-type]
+    monkeypatch.setitem(suite.EXAMPLES, record.name, (lambda f: Exponential((-f).exp()), suite.TARGETS))
+    for check in (
+        suite.test_the_loss_is_the_negative_log_likelihood_but_for_a_constant,
+        suite.test_targets_of_a_data_set,
+        suite.test_the_hessian_is_that_of_autograd,
+        suite.test_the_mean_networks_distribution,
+        suite.test_the_moments_and_the_density_are_averages_over_f,
+        suite.test_networks_are_mixed,
+        suite.test_novelty_grows_with_leverage,
+    ):
+        check(record)
+
     x = torch.linspace(-2, 2, 300)[:, None].double()
-    torch.manual_seed(0)
-    y = torch.distributions.Exponential((-1 - x.sin()).exp()).sample()
-
-    # The loss and its Hessian, which is 1 in expectation over y.
-    f = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
-    times = torch.rand(2, 5, 3, dtype=torch.float64)
-    truth = torch.distributions.Exponential((-f).exp())
-    assert_close(record.loss(f, times), -truth.log_prob(times).mean(dim=(1, 2)))
-    mean_loss = record.loss(f, f.detach().exp()).sum() * 15
-    (slope,) = torch.autograd.grad(mean_loss, f, create_graph=True)
-    assert_close(torch.autograd.grad(slope.sum(), f)[0], record.hessian_diagonal(f.detach()))
-
-    # The moments of Gaussian f in closed form, and the density against draws of it.
-    mean, variance = torch.tensor([[0.3, -0.5]]).double(), torch.tensor([[0.2, 0.4]]).double()
-    p = Prediction(record, (Component(Moments(mean, variance)),))
-    assert_close(p.mean, (mean + variance / 2).exp())
-    assert_close(p.variance, p.mean.square() * (2 * variance.exp() - 1))
-    draws = mean + variance.sqrt() * torch.randn(400_000, 1, 2, dtype=torch.float64)
-    point = torch.tensor([[0.7, 1.9]]).double()
-    density = torch.distributions.Exponential((-draws).exp()).log_prob(point).exp().mean(dim=0)
-    assert_close(p.log_prob(point), density.log().sum(dim=1), rtol=0.01)
-
+    y = Exponential((-1 - x.sin()).exp()).sample()
     model = mlp(1, 16, record.n_outputs(y)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     record.loss(model(x)[None], record.shaped(y, x)[None]).sum().backward()
@@ -174,9 +154,6 @@ def test_a_likelihood(monkeypatch):
     posterior = ba.Posterior.from_optimizer(model, optimizer, 300, likelihood="waiting", prior_precision=1.0)
     low, high = ba.calibrate(posterior, (x, y))(x).interval(0.9)
     assert 0.8 < ((low <= y) & (y <= high)).double().mean() <= 1
-
-
-# --- a checkpoint format --------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_format(monkeypatch, tmp_path):
@@ -188,10 +165,7 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     torch.manual_seed(0)
     model = mlp(3, 5, 2)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    for _ in range(7):
-        optimizer.zero_grad()
-        model(torch.randn(6, 3)).square().mean().backward()
-        optimizer.step()
+    train(model, optimizer, steps=7)
     tree = {
         "tinytrain": 7,
         "weights": {name: p.tolist() for name, p in model.named_parameters()},
@@ -218,9 +192,6 @@ def test_a_checkpoint_format(monkeypatch, tmp_path):
     path.write_text(json.dumps(tree)[:-50])
     with pytest.raises(FileError, match=r"run\.tiny is damaged"):
         ba.readers.read_checkpoint(path)
-
-
-# --- a structure ------------------------------------------------------------------------------------------------------
 
 
 def test_a_structure(monkeypatch):

@@ -1,7 +1,5 @@
 """The doctor names what is wrong with a model and its optimiser, and says nothing of what is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import nn
 
 import bayesadam as ba
-from cases import mlp, train, trained
+from cases import fit, mlp, train, trained
 
 ALL = ("0.weight", "0.bias")
 
@@ -93,11 +91,8 @@ def test_coupled_decay_leaks_into_the_moment() -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.9), lr=0.0, weight_decay=0.5)
     nn.init.constant_(model.weight, 4.0)
-    for _ in range(20):
-        optimizer.zero_grad()
-        # A gradient of three beside a decay of two: v = 25, of which the decay alone would be 4.
-        model(torch.tensor([[3.0, 3.0]])).sum().backward()
-        optimizer.step()
+    # A gradient of three beside a decay of two: v = 25, of which the decay alone would be 4.
+    fit(model, optimizer, 20 * [(torch.tensor([[3.0, 3.0]]), 0.0)], lambda f, _: f.sum())
     told(ba.doctor(model, optimizer), "coupled-decay", "warning", ("weight",), "decay up to 0.5", "AdamW")
 
 

@@ -1,7 +1,5 @@
 """Files that are whole or absent: what a killed save leaves, and what it must not touch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

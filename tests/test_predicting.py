@@ -1,7 +1,5 @@
 """`predict`, `draw` and `novelty` of posteriors: the moments under a likelihood, loaders, mixtures and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

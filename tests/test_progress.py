@@ -1,6 +1,6 @@
 """Bars of progress: on a terminal, once the work is long, and only the outermost."""
 
-from __future__ import annotations
+import io
 
 import pytest
 
@@ -8,23 +8,14 @@ from bayesadam import _progress
 from bayesadam._progress import Bar, progress
 
 
-class Terminal:
-    """A standard error that says it is a terminal, and keeps what is written."""
+class Terminal(io.StringIO):
+    """A standard error that says whether it is a terminal."""
 
     encoding = "utf-8"
 
     def __init__(self, is_terminal: bool) -> None:
-        self.is_terminal, self.text = is_terminal, ""
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-    def write(self, text: str) -> int:
-        self.text += text
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+        super().__init__()
+        self.isatty = lambda: is_terminal
 
 
 @pytest.mark.parametrize(
@@ -36,7 +27,7 @@ def test_a_bar_is_drawn_on_a_terminal_once_the_work_is_long(patience, is_termina
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(_progress, "PATIENCE", patience)
     assert list(progress(range(3), "counting")) == [0, 1, 2]
-    assert ("counting" in stderr.text) == is_shown
+    assert ("counting" in stderr.getvalue()) == is_shown
 
 
 def test_a_bar_inside_another_only_counts(monkeypatch):
@@ -47,5 +38,5 @@ def test_a_bar_inside_another_only_counts(monkeypatch):
     with Bar("outer") as outer:
         outer.step()
         assert list(progress([1, 2], "inner")) == [1, 2]
-    assert "outer" in stderr.text
-    assert "inner" not in stderr.text
+    assert "outer" in stderr.getvalue()
+    assert "inner" not in stderr.getvalue()

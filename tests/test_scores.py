@@ -1,7 +1,5 @@
 """Scores against their definitions, pair by pair and bin by bin."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

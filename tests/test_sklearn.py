@@ -76,9 +76,6 @@ def no_warnings():
         yield
 
 
-# --- what scikit-learn asks -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @parametrize_with_checks([BadamRegressor(n_ensemble=2, max_epochs=60), BadamClassifier(n_ensemble=2, max_epochs=60)])
 def test_scikit_learn_accepts_them(estimator, check):
@@ -90,7 +87,8 @@ def test_scikit_learn_accepts_them(estimator, check):
 @pytest.mark.parametrize("estimator", [BadamRegressor, BadamClassifier])
 def test_clones_pickles_and_searches_predict_the_same(estimator):
     X, y = sine() if estimator is BadamRegressor else blobs()
-    model = estimator(**{**SMALL, "n_ensemble": 2}).fit(X, y)
+    settings = {**HOMOSCEDASTIC, "n_ensemble": 2} if estimator is BadamRegressor else SMALL
+    model = estimator(**settings).fit(X, y)
     predict = "predict" if estimator is BadamRegressor else "predict_proba"
     search = GridSearchCV(make_pipeline(model), {f"{estimator.__name__.lower()}__hidden": [[8]]}, cv=2).fit(X, y)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), clone(model).fit(X, y), search):
@@ -102,15 +100,13 @@ def test_frames_in_arrays_out():
     X, y = sine()
     frame = pandas.DataFrame(X, columns=["one", "two"])
     with sklearn.config_context(transform_output="pandas"):
-        model = BadamRegressor(**SMALL).fit(frame, pandas.Series(y))
+        model = BadamRegressor(**HOMOSCEDASTIC).fit(frame, pandas.Series(y))
         answers = model.predict(frame, return_std=True)
     assert all(isinstance(answer, np.ndarray) for answer in answers)
-    assert_close(answers, BadamRegressor(**SMALL).fit(X, y).predict(X, return_std=True), rtol=1e-6)
+    assert_close(answers, BadamRegressor(**HOMOSCEDASTIC).fit(X, y).predict(X, return_std=True), rtol=1e-6)
     with pytest.raises(ValueError, match="feature names"):
         model.predict(frame.rename(columns={"one": "three"}))
 
-
-# --- training, against a plain loop ---------------------------------------------------------------------------------
 
 NETWORK = Network(2, (5, 4), 2, "tanh")
 
@@ -173,9 +169,6 @@ def test_a_network_stops_after_so_many_epochs_without_a_lower_loss_and_does_not_
         assert_close(fit.params, alone.params, rtol=1e-3, atol=1e-5)
 
 
-# --- what is held out -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "n_parts"), [(10, 5), (57, 3), (200, 1)])
 def test_each_row_is_held_out_at_most_once_and_each_stratum_gives_its_share(n, n_parts):
     strata = np.random.RandomState(n).choice([0, 1, 1, 1, 2, 2], size=n)
@@ -209,9 +202,6 @@ def test_tiny_and_constant_data(n):
         assert (np.isfinite(mean) & np.isfinite(std) & (std > 0)).all()
     probs = BadamClassifier(**SMALL).fit(X, np.arange(n) % 2).predict_proba(X)
     assert_close(probs.sum(axis=1), np.ones(n))
-
-
-# --- regression -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("data", "n_ensemble"), [(sine, 1), (two_targets, 3)])
@@ -266,9 +256,6 @@ def test_the_input_side_widens_outside_the_data():
     assert BadamRegressor(**{**SMALL, "n_ensemble": 2}, structure="inputs").fit(X, y).likelihood_ == "regression"
 
 
-# --- other likelihoods ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic", "poisson"])
 def test_the_predictive_is_the_mixtures_in_the_units_of_y(name):
     X, y, _ = counts(120) if name == "poisson" else changing_noise(120)
@@ -314,33 +301,27 @@ def test_counts_that_vary_far_more_than_poissons_have_sane_means_and_are_told():
     X = random.randn(500, 3)
     y = random.negative_binomial(1, 1 / (2 + np.expm1(1 + 0.7 * X[:, 0])))
     with pytest.warns(BayesAdamWarning, match="^trust the means and the intervals more .* Poisson counts would"):
-        model = BadamRegressor(**{**SMALL, "n_ensemble": 5, "likelihood": "poisson"}).fit(X, y)
+        model = BadamRegressor(**{**SMALL, "n_ensemble": 2, "likelihood": "poisson"}).fit(X, y)
     assert model.predict(X).max() < 20 * y.max()
 
 
-# --- the likelihood that is picked, and what held-out rows say ------------------------------------------------------
-
-
-def test_the_default_noise_depends_on_the_input_where_enough_rows_are_held_out():
-    X, y, _ = changing_noise(100)
-    settings = {**SMALL, "n_ensemble": 5}
-    model = BadamRegressor(**settings).fit(X, y)
-    told = BadamRegressor(**settings, likelihood="heteroscedastic").fit(X, y)
-    assert model.likelihood_ == told.likelihood_ == "heteroscedastic"
-    assert np.array_equal(model.predict(X), told.predict(X))
-    assert BadamRegressor(**SMALL).fit(X[:40], y[:40]).likelihood_ == "regression"
-
-
-def test_counts_are_poisson_by_default_where_held_out_rows_say_so():
-    random = np.random.RandomState(0)
-    X = random.uniform(-1, 1, (200, 2))
-    y, ages = random.poisson(np.exp(X[:, 0])), np.round(50 + 5 * X[:, 0] + 2 * random.randn(200))
-    settings = {**SMALL, "n_ensemble": 5}
-    model = BadamRegressor(**settings).fit(X, y)
-    told = BadamRegressor(**settings, likelihood="poisson").fit(X, y)
-    assert model.likelihood_ == "poisson"
-    assert np.array_equal(model.predict(X, return_interval=0.8), told.predict(X, return_interval=0.8))
-    assert BadamRegressor(**settings).fit(X, ages).likelihood_ == "heteroscedastic"
+@pytest.mark.parametrize(
+    ("rows", "make", "name"),
+    [
+        (100, lambda X, y: y, "heteroscedastic"),
+        (40, lambda X, y: y, "regression"),
+        (150, lambda X, y: np.random.poisson(np.exp(X[:, 0])), "poisson"),
+        (150, lambda X, y: np.round(50 + 5 * X[:, 0] + 2 * np.random.randn(150)), "heteroscedastic"),
+    ],
+    ids=["noise that changes", "few rows are held out", "counts", "ages"],
+)
+def test_the_default_likelihood_is_what_held_out_rows_ask_for(rows, make, name):
+    X, y, _ = changing_noise(rows)
+    y = make(X, y)
+    model, told = (BadamRegressor(**SMALL, **given).fit(X, y) for given in ({}, {"likelihood": name}))
+    assert model.likelihood_ == name
+    answers = ([*each.predict(X[:9], return_std=True, return_interval=0.8)] for each in (model, told))
+    assert np.array_equal(*answers)
 
 
 @pytest.mark.parametrize("name", ["regression", "heteroscedastic"])
@@ -366,7 +347,7 @@ def test_intervals_reach_as_far_as_the_rank_of_held_out_residuals(name):
 
 def test_intervals_of_counts_are_whole_numbers_and_reach_new_rows():
     X, y, _ = counts(300)
-    model = BadamRegressor(**{**SMALL, "n_ensemble": 5, "likelihood": "poisson"}).fit(X[:100], y[:100])
+    model = BadamRegressor(**{**SMALL, "n_ensemble": 2, "likelihood": "poisson"}).fit(X[:100], y[:100])
     _, low, high = model.predict(X[100:], return_interval=0.8)
     assert np.array_equal([low, high], np.round([low, high]))
     assert ((low <= y[100:]) & (y[100:] <= high)).mean() == approx(0.85, abs=0.12)
@@ -375,11 +356,11 @@ def test_intervals_of_counts_are_whole_numbers_and_reach_new_rows():
 
 def test_scoring_by_the_log_likelihood():
     X, y = sine(90)
-    model = make_pipeline(PolynomialFeatures(), BadamRegressor(**SMALL))
+    model = make_pipeline(PolynomialFeatures(), BadamRegressor(**HOMOSCEDASTIC))
     expected = []
     for rows, test in KFold(3).split(X):
         wide = PolynomialFeatures().fit(X[rows])
-        alone = BadamRegressor(**SMALL).fit(wide.transform(X[rows]), y[rows])
+        alone = BadamRegressor(**HOMOSCEDASTIC).fit(wide.transform(X[rows]), y[rows])
         expected.append(alone.log_likelihood(wide.transform(X[test]), y[test]).mean())
     assert_close(cross_val_score(model, X, y, cv=3, scoring=log_likelihood), expected, rtol=1e-9, atol=1e-9)
     search = GridSearchCV(model, {"badamregressor__max_epochs": [1, 20]}, cv=2, scoring=log_likelihood).fit(X, y)
@@ -389,9 +370,6 @@ def test_scoring_by_the_log_likelihood():
     mean, std = process.predict(X, return_std=True)
     gaussian = -0.5 * (((y - mean) / std) ** 2 + np.log(2 * np.pi * std**2))
     assert log_likelihood(process, X, y) == approx(gaussian.mean())
-
-
-# --- classification -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("labels", [("no", "yes"), (False, True), (10.0, 3.0, 7.0)])
@@ -410,13 +388,10 @@ def test_probabilities_are_averaged_over_the_networks_whatever_the_labels(labels
             assert (posterior.predict(far).probs.amax(dim=1) <= posterior.model(far).softmax(dim=1).amax(dim=1)).all()
 
 
-# --- randomness, threads, arguments ---------------------------------------------------------------------------------
-
-
 def test_the_random_state_determines_everything_and_no_global_one_is_touched():
     X, y = sine()
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    model = BadamRegressor(**{**SMALL, "n_ensemble": 2}).fit(X, y)
+    model = BadamRegressor(**{**HOMOSCEDASTIC, "n_ensemble": 2}).fit(X, y)
     expected, draws = model.predict(X, return_std=True), model.sample_y(X, 3)
     with ThreadPoolExecutor(4) as pool:
         assert all(np.array_equal(told, expected) for told in pool.map(lambda _: model.predict(X, True), range(8)))
@@ -424,10 +399,10 @@ def test_the_random_state_determines_everything_and_no_global_one_is_touched():
     assert np.array_equal(np.random.get_state()[1], numpy_state)
     torch.manual_seed(1234)
     for state in (0, np.random.RandomState(0)):
-        again = BadamRegressor(**{**SMALL, "random_state": state, "n_ensemble": 2}).fit(X, y)
+        again = BadamRegressor(**{**HOMOSCEDASTIC, "random_state": state, "n_ensemble": 2}).fit(X, y)
         assert all(np.array_equal(a, b) for a, b in zip(again.predict(X, return_std=True), expected, strict=True))
         assert np.array_equal(again.sample_y(X, 3), draws)
-    other = BadamRegressor(**{**SMALL, "random_state": 1, "n_ensemble": 2}).fit(X, y)
+    other = BadamRegressor(**{**HOMOSCEDASTIC, "random_state": 1, "n_ensemble": 2}).fit(X, y)
     assert not close(other.predict(X), expected[0])
 
 
@@ -485,7 +460,7 @@ def test_bad_arguments_are_refused_by_name_before_training(name, value, message,
 )
 def test_good_arguments_are_heeded(settings):
     X, y = sine(60)
-    model = BadamRegressor(**{**SMALL, **settings}).fit(X, y)
+    model = BadamRegressor(**{**HOMOSCEDASTIC, **settings}).fit(X, y)
     assert (model.predict(X, return_std=True)[1] > 0).all()
     assert len(model.posteriors_) == settings.get("n_ensemble", 1)
     if "batch_size" in settings:

@@ -1,7 +1,5 @@
 """`posterior.tune`: what evidence and validation find, against closed forms and brute force."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +8,7 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, data, trained, waves
+from cases import fit, jacobian
 from floats import approx, assert_close
 
 
@@ -34,12 +33,7 @@ def test_evidence_gives_the_trace_of_the_gauss_newton_matrix(name):
     q, (x, y) = trained(name), data(name, 100, 200)
     tuned = q.tune((x, y), method="evidence")
     kind, model = likelihood(name), q.model
-    from torch.func import functional_call, jacrev, vmap
-
-    params = {n: p.detach() for n, p in model.named_parameters()}
-    f = model(x).detach()
-    rows = vmap(jacrev(lambda p, one: functional_call(model, p, (one[None],))[0]), in_dims=(None, 0))(params, x)
-    j = torch.cat([r.flatten(2) for r in rows.values()], dim=2)
+    f, j = model(x).detach(), jacobian(model, x)
     if kind.coupled:
         p = f.softmax(dim=1)
         hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
@@ -49,7 +43,7 @@ def test_evidence_gives_the_trace_of_the_gauss_newton_matrix(name):
     total = sum(float(c.sum()) for c in tuned.curvature.curvatures(tuned.settings.power))
     # The last round of σ² ends within a hundredth.
     assert tuned.settings.weight * total == approx(tuned.n_data * float(trace), rel=0.02 if kind.noise else 1e-3)
-    square = sum(float(p.square().sum()) for p in params.values())
+    square = sum(float(p.detach().square().sum()) for p in model.parameters())
     delta = next(iter(tuned.prior_precision.values()))
     assert delta == approx(tuned.effective_dimension / square, rel=1e-4)
 
@@ -67,11 +61,7 @@ def test_a_linear_regression_gets_its_noise():
     y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.3 * torch.randn(2000, 1)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(500):
-        rows = torch.randint(1000, (32,))
-        optimizer.zero_grad()
-        (model(x[rows]) - y[rows]).square().mean().backward()
-        optimizer.step()
+    fit(model, optimizer, ((x[rows], y[rows]) for rows in torch.randint(1000, (500, 32))))
     q = ba.Posterior.from_optimizer(model, optimizer, 1000, batch_size=32, likelihood="regression", power=1.0)
     tuned = q.tune((x[1000:], y[1000:]))
     assert float(tuned.noise_variance) == approx(0.09, rel=0.1)

@@ -1,7 +1,5 @@
 """The hybrid agent: its formulas by hand, its training against torch's Adam, its units, where each head counts."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -44,9 +42,6 @@ def played(x: np.ndarray, pays: np.ndarray, rounds: int, **changes: object) -> t
         if learner.due(seen):
             learner.belief = learner.train(seen, learner.belief)
     return learner, seen
-
-
-# --- formulas -------------------------------------------------------------------------------------------------------
 
 
 def test_mean_and_deviation_by_hand():
@@ -153,10 +148,6 @@ def test_heads_after_a_training_are_fits_to_all_observations():
         assert new.linear.shape[arm] == 1 + rows.sum() / 2
 
 
-# --- where each head counts -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
 def test_the_head_that_does_not_decide_learns_later_what_it_would_have_learnt():
     learner, seen = played(RINGS, RINGS_PAY, 150)
     late, prompt = (copy.deepcopy(learner.belief) for _ in range(2))
@@ -174,6 +165,7 @@ def test_the_head_that_does_not_decide_learns_later_what_it_would_have_learnt():
         assert_close(getattr(late.hidden, name), getattr(prompt.hidden, name), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_linear_rewards_are_left_to_the_linear_head():
     learner, seen = played(LINEAR, LINEAR_PAYS, 300)
     assert learner.belief.share < 0.3

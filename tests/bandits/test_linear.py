@@ -1,7 +1,5 @@
 """Linear heads and observations against closed forms: normal equations, weights 2^(−age/h)."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -40,9 +38,6 @@ def statistics(arms: np.ndarray, x: np.ndarray, rewards: np.ndarray) -> Statisti
     data = Statistics.zeros(len(np.unique(arms)), x.shape[1])
     data.add(arms, x, rewards, np.ones(len(arms)))
     return data
-
-
-# --- heads ----------------------------------------------------------------------------------------------------------
 
 
 def test_updates_one_by_one_are_the_normal_equations():
@@ -124,9 +119,6 @@ def test_features_that_no_fit_can_take_are_named():
         data.add(np.zeros(2, int), np.array([[1e160, 1.0], [1.0, 1.0]]), np.ones(2), np.ones(2))
     with pytest.raises(MatchError, match="standardise the contexts"):
         normal_equations(data, np.zeros((1, 2)), np.full(2, 1e-8))
-
-
-# --- observations ---------------------------------------------------------------------------------------------------
 
 
 def fed(step: int, half_life: float | None) -> Observations:

@@ -1,7 +1,5 @@
 """The log: what is in it, that it survives kills and damage, and what an agent makes of it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -12,6 +10,8 @@ import numpy as np
 import pytest
 
 import bayesadam as ba
+from bandits import cases_bandits
+from bandits.cases_bandits import ROWS, assert_same, learnt, state_of
 from bayesadam import _storage as storage
 from bayesadam.bandits import AGENTS, Agent, Log, make_agent, read_log, replay
 from bayesadam.bandits.log import Standing
@@ -19,12 +19,37 @@ from bayesadam.errors import FileError, MatchError, MissingFileError
 from floats import assert_close
 from processes import run_python
 
-SMALL = {"hidden": (8,), "batch_size": 16, "train_steps": 4}
-ROWS = np.random.default_rng(0).normal(size=(200, 3))
-
 
 def new(name: str = "linear", n_arms: int = 3, **changes: object) -> Agent:
-    return make_agent(name, 3, n_arms, seed=7, **{**(SMALL if name == "hybrid" else {}), "initial_pulls": 3, **changes})
+    return cases_bandits.new(name, n_arms, **{"initial_pulls": 3, **changes})
+
+
+def logged(path: Path, *which: str, **changes: object) -> Agent:
+    agent = new(*which, **changes)
+    agent.log(path)
+    return agent
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    return tmp_path / "agent.safetensors"
+
+
+def assert_alike(one: Agent, other: Agent) -> None:
+    """In what waits, too."""
+    for name in ("next_id", "pulls", "removed", "n_arms"):
+        assert getattr(one._standing, name) == getattr(other._standing, name)
+    assert (one.pending, one._learner._next) == (other.pending, other._learner._next)
+    for decision, (context, arm) in one._standing.waiting.items():
+        there, its = other._standing.waiting[decision]
+        assert arm == its
+        np.testing.assert_array_equal(np.float32(context), np.float32(there))
+    cases_bandits.assert_alike(one, other)
 
 
 def play(agent: Agent, rows: np.ndarray) -> list[int]:
@@ -44,49 +69,8 @@ def play(agent: Agent, rows: np.ndarray) -> list[int]:
     return decisions
 
 
-def lines(path: os.PathLike[str]) -> list[dict[str, object]]:
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
-def of_kind(path: os.PathLike[str], kind: str) -> list[dict[str, object]]:
-    return [line for line in lines(path) if line["event"] == kind]
-
-
-def learnt(agent: Agent) -> dict[str, np.ndarray]:
-    return {
-        name: a.copy() for name, a in agent._learner.state().items() if name not in ("stream.hybrid", "stream.explore")
-    }
-
-
-def unchanged(agent: Agent, before: dict[str, np.ndarray]) -> bool:
-    return all(np.array_equal(array, before[name]) for name, array in learnt(agent).items())
-
-
-def assert_alike(one: Agent, other: Agent) -> None:
-    """In all but the random numbers of choices."""
-    for name in ("next_id", "pulls", "removed", "n_arms"):
-        assert getattr(one._standing, name) == getattr(other._standing, name)
-    assert (one.pending, one._learner._next) == (other.pending, other._learner._next)
-    seen, theirs = one._seen.state(), other._seen.state()
-    for name, tensor in seen.items():
-        np.testing.assert_array_equal(tensor, theirs[name], err_msg=name)
-    for decision, (context, arm) in one._standing.waiting.items():
-        there, its = other._standing.waiting[decision]
-        assert arm == its
-        np.testing.assert_array_equal(np.float32(context), np.float32(there))
-    others = learnt(other)
-    for name, array in learnt(one).items():
-        assert_close(array, others[name], rtol=1e-6, atol=1e-9, msg=name)
-
-
-# --- lines ----------------------------------------------------------------------------------------------------------
-
-
-def test_every_event_is_a_line(tmp_path):
-    path = tmp_path / "log.jsonl"
-    agent = new(initial_pulls=1, epsilon=0.25)
-    agent.log(path)
+def test_every_event_is_a_line(path):
+    agent = logged(path, initial_pulls=1, epsilon=0.25)
     first = agent.decide([0.1, 0.2, 0.3])
     agent.reward(first.id, 0.7)
     agent.update([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [0, 2], [0.5, -1.5])
@@ -97,7 +81,7 @@ def test_every_event_is_a_line(tmp_path):
     second = agent.decide([0.4, 0.5, 0.6], arms=[1])
     agent.forget(second.id)
     agent.act([0.0, 0.0, 0.0])
-    head, *rest = lines(path)
+    head, *rest = map(json.loads, path.read_text().splitlines())
     assert head.pop("id") == agent.log_id
     assert head == {
         "event": "bayesadam.bandits",
@@ -127,10 +111,8 @@ def test_every_event_is_a_line(tmp_path):
     ]
 
 
-def test_the_arrays_are_what_happened(tmp_path):
-    path = tmp_path / "log.jsonl"
-    agent = new("hybrid", initial_pulls=1)
-    agent.log(path)
+def test_the_arrays_are_what_happened(path):
+    agent = logged(path, "hybrid", initial_pulls=1)
     decisions = [agent.decide(row, arms=(0, 2) if number % 4 == 3 else None) for number, row in enumerate(ROWS[:12])]
     agent.update(ROWS[50], 1, 2.5)
     for number in (5, 2, 7):
@@ -174,8 +156,7 @@ def test_a_decision_is_on_the_disk_before_it_is_returned(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("failure", ["full", "short"])
-def test_what_cannot_be_written_does_not_happen(failure, tmp_path, monkeypatch):
-    path = tmp_path / "log.jsonl"
+def test_what_cannot_be_written_does_not_happen(failure, monkeypatch, path):
     agent, twin = new(initial_pulls=1), new(initial_pulls=1)
     agent.log(path)
     play(agent, ROWS[:9])
@@ -204,15 +185,12 @@ def test_what_cannot_be_written_does_not_happen(failure, tmp_path, monkeypatch):
                 call()
     assert path.stat().st_size == size
     assert (agent.n_arms, agent.pending, agent._standing.removed) == (3, twin.pending, set())
-    assert unchanged(agent, before)
+    assert_same(learnt(agent), before)
     assert agent.decide(ROWS[9]).id == 9
     assert len(read_log(path)) == 10
 
 
-# --- damage ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
+def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path, path):
     whole = tmp_path / "whole.jsonl"
     agent = new(initial_pulls=0)
     agent.log(whole)
@@ -220,7 +198,6 @@ def test_a_half_written_last_line_is_cut_off_wherever_it_broke(tmp_path):
         agent.decide(row)
     text = whole.read_bytes()
     start = text[:-1].rindex(b"\n") + 1
-    path = tmp_path / "log.jsonl"
     for end in (start + 1, start + 2, *range(start + 9, len(text) - 2, 37), len(text) - 2, len(text) - 1):
         path.write_bytes(text[:end])
         with pytest.warns(
@@ -260,10 +237,8 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_line_is_an_error_that_names_it(damage, tmp_path):
-    path = tmp_path / "log.jsonl"
-    agent = new()
-    agent.log(path)
+def test_a_damaged_line_is_an_error_that_names_it(damage, path):
+    agent = logged(path)
     agent.reward(agent.decide(ROWS[0]).id, 1.0)
     for row in ROWS[1:4]:
         agent.decide(row)
@@ -294,8 +269,7 @@ def test_another_file_is_no_log_and_is_left_alone(text, tmp_path):
     assert path.read_text() == text
 
 
-def test_a_later_format_is_refused(tmp_path):
-    path = tmp_path / "log.jsonl"
+def test_a_later_format_is_refused(path):
     new().log(path)
     path.write_text(path.read_text().replace('"format":1', '"format":99'))
     with pytest.raises(FileError, match=r"has format 99.*upgrade it"):
@@ -311,11 +285,7 @@ def test_paths_that_cannot_be(tmp_path):
             new().log(path)
 
 
-# --- one writer -----------------------------------------------------------------------------------------------------
-
-
-def test_a_log_has_one_writer(tmp_path):
-    path = tmp_path / "log.jsonl"
+def test_a_log_has_one_writer(path):
     one = new()
     one.log(path)
     other = replay(path)
@@ -328,9 +298,8 @@ def test_a_log_has_one_writer(tmp_path):
     one.log(path)
 
 
-def test_a_forked_process_cannot_write_its_parent_s_log(tmp_path, monkeypatch):
-    path, agent = tmp_path / "log.jsonl", new()
-    agent.log(path)
+def test_a_forked_process_cannot_write_its_parent_s_log(monkeypatch, path):
+    agent = logged(path)
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -7)
         with pytest.raises(FileError, match="attach one in this process, -7"):
@@ -339,45 +308,36 @@ def test_a_forked_process_cannot_write_its_parent_s_log(tmp_path, monkeypatch):
     assert len(read_log(path)) == 1
 
 
-# --- going on -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", AGENTS)
-def test_replay_knows_what_the_agent_knew(name, tmp_path):
-    path, agent = tmp_path / "log.jsonl", new(name)
-    agent.log(path)
-    play(agent, ROWS[:33])
-    agent.update(ROWS[60:67], np.arange(7) % 3, np.ones(7))
-    play(agent, ROWS[33:48])
-    again = replay(path)
-    assert again.settings == agent.settings
-    assert_alike(again, agent)
-    again_without, size = again.log_id, path.stat().st_size
-    agent.log(None)
-    again.log(path)
-    assert (again.log_id, path.stat().st_size) == (again_without, size)
-    assert again.decide(ROWS[99]).id == 48
-
-
-def test_replay_follows_the_arms(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new(initial_pulls=2)
-    agent.log(path)
+@pytest.mark.parametrize("by", ["all of its log", "a file and what was logged since"])
+def test_an_agent_is_made_again(name, by, path, saved):
+    agent = logged(path, name)
     play(agent, ROWS[:20])
+    agent.save(saved)
+    play(agent, ROWS[20:41])
+    agent.update(ROWS[100:103], [0, 1, 2], [1.0, 2.0, 3.0])
     agent.add_arm()
-    agent.decide(ROWS[20])
-    agent.remove_arm(1)
-    play(agent, ROWS[21:40])
-    again = replay(path)
+    agent.decide(ROWS[41])
+    agent.remove_arm(0)
+    agent.forget(agent.pending[-1])
+    agent.reward(agent.pending[0], 0.25)
+    agent.log(None)
+    size, again = path.stat().st_size, replay(path) if by == "all of its log" else Agent.load(saved)
+    again.log(path)
+    assert (again.log_id, again.settings, path.stat().st_size) == (agent.log_id, agent.settings, size)
     assert_alike(again, agent)
-    assert (again.n_arms, again._standing.removed) == (4, {1})
+    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
+        again.reward(0, 1.0)
     again.add_arm()
     # Cold: tried as often as every arm is at first.
-    assert [again.decide(row).arm for row in ROWS[:3]][:2] == [4, 4]
+    assert [(one.id, one.arm) for one in map(again.decide, ROWS[:2])] == [(42, 4), (43, 3)]
+    again.log(None)
+    ids = read_log(path).ids
+    np.testing.assert_array_equal(ids[ids >= 0], np.arange(44))
 
 
-def test_replay_warm_starts_another_kind_of_agent_whose_log_begins_with_what_waits(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new()
-    agent.log(path)
+def test_replay_warm_starts_another_kind_of_agent_whose_log_begins_with_what_waits(tmp_path, path):
+    agent = logged(path)
     play(agent, ROWS[:40])
     other = replay(path, new("hybrid"))
     assert other.name == "hybrid"
@@ -395,19 +355,18 @@ def test_replay_warm_starts_another_kind_of_agent_whose_log_begins_with_what_wai
     np.testing.assert_array_equal(log.ids, [*agent.pending, 40])
 
 
-def test_replay_needs_a_new_agent_that_fits(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new()
-    agent.log(path)
+def test_replay_needs_a_new_agent_that_fits(path):
+    agent = logged(path)
     play(agent, ROWS[:5])
     for unfit, message in (
         (agent, "replay needs an agent that neither decided nor wrote a log"),
         (new(n_arms=4), "begins with n_arms=3, the agent has 4"),
         (make_agent("linear", 2, 3), "begins with n_features=3, the agent has 2"),
     ):
-        before = learnt(unfit)
+        before = state_of(unfit)
         with pytest.raises(MatchError, match=message):
             replay(path, unfit)
-        assert unchanged(unfit, before)
+        assert_same(state_of(unfit), before)
     used = new()
     used.decide(ROWS[0])
     with pytest.raises(MatchError, match="make a new one"):
@@ -415,33 +374,6 @@ def test_replay_needs_a_new_agent_that_fits(tmp_path):
     path.write_text(path.read_text().replace('"agent":"linear"', '"agent":"lunar"'))
     with pytest.raises(FileError, match="is of the agent 'lunar', not one of hybrid, linear"):
         replay(path)
-
-
-@pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_saved_before_the_last_line_catches_up(name, tmp_path):
-    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
-    agent = new(name)
-    agent.log(path)
-    play(agent, ROWS[:20])
-    agent.save(saved)
-    play(agent, ROWS[20:41])
-    agent.update(ROWS[100:103], [0, 1, 2], [1.0, 2.0, 3.0])
-    agent.add_arm()
-    agent.remove_arm(0)
-    agent.forget(agent.pending[-1])
-    agent.reward(agent.pending[0], 0.25)
-    agent.log(None)
-    again = Agent.load(saved)
-    assert again._standing.next_id == 20
-    again.log(path)
-    assert_alike(again, agent)
-    decision = again.decide(ROWS[0])
-    assert decision.id == 41
-    with pytest.raises(MatchError, match="was rewarded or forgotten before"):
-        again.reward(0, 1.0)
-    again.log(None)
-    ids = read_log(path).ids
-    np.testing.assert_array_equal(ids[ids >= 0], np.arange(42))
 
 
 def resumed(path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Agent, int]:
@@ -455,10 +387,8 @@ def resumed(path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[A
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_resuming_reads_the_end_of_a_log_alone(detached, tmp_path, monkeypatch):
-    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
-    agent = new(initial_pulls=1)
-    agent.log(path)
+def test_resuming_reads_the_end_of_a_log_alone(detached, monkeypatch, path, saved):
+    agent = logged(path, initial_pulls=1)
     play(agent, ROWS[:60])
     agent.remove_arm(0)
     if detached:
@@ -483,10 +413,8 @@ def test_resuming_reads_the_end_of_a_log_alone(detached, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("grown", [0, 10])
-def test_a_log_that_lost_its_end_is_refused(grown, tmp_path):
-    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
-    agent = new(initial_pulls=1)
-    agent.log(path)
+def test_a_log_that_lost_its_end_is_refused(grown, path, saved):
+    agent = logged(path, initial_pulls=1)
     for row in ROWS[:20]:
         agent.decide(row)
     agent.save(saved)
@@ -506,13 +434,11 @@ def test_a_log_that_lost_its_end_is_refused(grown, tmp_path):
     assert again.decide(ROWS[0]).id == 16 + grown
 
 
-def test_damage_after_a_save_names_its_line(tmp_path):
-    path, saved = tmp_path / "log.jsonl", tmp_path / "agent.safetensors"
-    agent = new()
-    agent.log(path)
+def test_damage_after_a_save_names_its_line(path, saved):
+    agent = logged(path)
     play(agent, ROWS[:9])
     agent.save(saved)
-    there = len(lines(path))
+    there = len(path.read_text().splitlines())
     play(agent, ROWS[9:12])
     agent.log(None)
     text = path.read_text().splitlines()
@@ -524,10 +450,9 @@ def test_damage_after_a_save_names_its_line(tmp_path):
     assert_alike(again, Agent.load(saved))
 
 
-def test_replay_holds_no_more_than_what_waits(tmp_path):
-    path, agent = tmp_path / "log.jsonl", new()
-    agent.log(path)
-    for _ in range(15):
+def test_replay_holds_no_more_than_what_waits(path):
+    agent = logged(path)
+    for _ in range(8):
         for decision in agent.decide(ROWS[:100]):
             agent.forget(decision.id)
     agent.log(None)
@@ -541,10 +466,8 @@ def test_replay_holds_no_more_than_what_waits(tmp_path):
     assert peak < path.stat().st_size
 
 
-def test_an_agent_that_went_on_without_its_log_needs_another(tmp_path):
-    path = tmp_path / "log.jsonl"
-    agent = new()
-    agent.log(path)
+def test_an_agent_that_went_on_without_its_log_needs_another(tmp_path, path):
+    agent = logged(path)
     agent.decide(ROWS[0])
     agent.save(tmp_path / "agent")
     size = path.stat().st_size
@@ -561,8 +484,6 @@ def test_an_agent_that_went_on_without_its_log_needs_another(tmp_path):
         new().log(path)
     assert path.stat().st_size == size
 
-
-# --- arrays of others -----------------------------------------------------------------------------------------------
 
 GIVEN = {"contexts": np.zeros((2, 3)), "arms": [0, 1], "probabilities": [0.5, 1.0], "rewards": [1.0, np.nan]}
 
@@ -610,8 +531,6 @@ def test_arrays_that_do_not_fit_are_refused(change, message):
     with pytest.raises(MatchError, match=message):
         Log.of(**{**GIVEN, **change})
 
-
-# --- kills ----------------------------------------------------------------------------------------------------------
 
 # Imports once, then forks a process for each attempt. The parent reads what the child says it has done, and kills it
 # after a random number of reports, wherever it is by then.
@@ -664,9 +583,8 @@ for attempt in range(8):
 
 
 @pytest.mark.slow
-def test_kills_lose_no_decision_and_double_none(tmp_path):
-    path = tmp_path / "log.jsonl"
-    done = run_python(KILLED, path, tmp_path / "agent.safetensors", env={"OMP_NUM_THREADS": "1"})
+def test_kills_lose_no_decision_and_double_none(path, saved):
+    done = run_python(KILLED, path, saved, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     reports = done.stdout.split()
     decided = [int(report[1:]) for report in reports if report.startswith("d")]

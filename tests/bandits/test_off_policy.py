@@ -1,7 +1,5 @@
 """Off-policy estimates: exact expectations over every possible log, coverage, and what is not to be trusted."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 
@@ -38,11 +36,25 @@ def thirds(contexts: np.ndarray) -> np.ndarray:
     return np.full((len(contexts), 3), 1 / 3)
 
 
-def outcomes(logging: np.ndarray):
-    """Every (context, arm, reward) and its probability."""
-    for x, arm, reward in itertools.product(range(2), range(3), range(2)):
-        paid = P_REWARD[x, arm] if reward else 1 - P_REWARD[x, arm]
-        yield (x, arm, reward), P_CONTEXT[x] * logging[x, arm] * paid
+def every_log(full: bool = False):
+    """Every log of two decisions and its probability; with the probabilities of all arms, or of the chosen ones.
+
+    What the second decision is drawn from depends on the first one's arm and reward, and so does the model that it is
+    predicted by.
+    """
+
+    def outcomes(logging: np.ndarray):
+        for x, arm, reward in itertools.product(range(2), range(3), range(2)):
+            paid = P_REWARD[x, arm] if reward else 1 - P_REWARD[x, arm]
+            yield (x, arm, float(reward)), P_CONTEXT[x] * logging[x, arm] * paid
+
+    for first, one in outcomes(LOGGING):
+        after = LOGGING[::-1] if first[2] else np.roll(LOGGING, first[1], axis=1)
+        for second, other in outcomes(after):
+            x, arms, rewards = map(list, zip(first, second, strict=True))
+            shares = np.stack([LOGGING[x[0]], after[x[1]]])
+            shares = shares if full else shares[[0, 1], arms]
+            yield Log.of(contexts=X[x], arms=arms, probabilities=shares, rewards=rewards, n_arms=3), one * other
 
 
 def quietly(log: Log, of, **options: object):
@@ -51,29 +63,37 @@ def quietly(log: Log, of, **options: object):
         return evaluate(log, of, **options)
 
 
-# --- expectations ---------------------------------------------------------------------------------------------------
-
-
 def test_ips_and_doubly_robust_are_unbiased_over_every_log_of_an_agent_that_learns():
-    # What the second decision is drawn from depends on the first one's arm and reward, and so does the model that it is
-    # predicted by.
     total, found = 0.0, np.zeros(2)
-    for first, one in outcomes(LOGGING):
-        after = LOGGING[::-1] if first[2] else np.roll(LOGGING, first[1], axis=1)
-        for second, other in outcomes(after):
-            rows = [first, second]
-            log = Log.of(
-                contexts=[X[x] for x, _, _ in rows],
-                arms=[arm for _, arm, _ in rows],
-                probabilities=[LOGGING[first[0], first[1]], after[second[0], second[1]]],
-                rewards=[float(reward) for _, _, reward in rows],
-                n_arms=3,
-            )
-            estimates = quietly(log, policy)
-            found += one * other * np.array([estimates.ips.value, estimates.doubly_robust.value])
-            total += one * other
+    for log, chance in every_log():
+        estimates = quietly(log, policy)
+        found += chance * np.array([estimates.ips.value, estimates.doubly_robust.value])
+        total += chance
     assert total == approx(1)
     assert_close(found, TRUTH, atol=1e-12)
+
+
+@pytest.mark.parametrize("against", [0.0, 1 / 3], ids=["one", "two"])
+@pytest.mark.parametrize("full", [True, False], ids=["all arms", "chosen arm"])
+@pytest.mark.parametrize("depth", [0.5, 4.0])
+@pytest.mark.slow
+def test_terms_of_a_sequence_have_the_value_as_their_mean_over_every_log(depth, full, against):
+    # With a small depth many predictions are cut off.
+    found, least = np.zeros((2, 2)), np.inf
+    for log, chance in every_log(full):
+        one = quietly(log, policy)
+        pair = one.shares, np.full((2, 3), against)
+        terms = np.array([sequence_terms(log, one.predicted, *both, (0, 1), depth) for both in (pair, pair[::-1])])
+        found, least = found + chance * terms, min(least, terms.min())
+    rival = against * float(P_CONTEXT @ P_REWARD.sum(axis=1))
+    means = np.array([TRUTH - rival + 3 * against, rival - TRUTH + 1])
+    assert_close(found, np.stack([means, means], axis=1), atol=1e-12)
+    assert least >= -depth * full - 1e-12
+
+
+def test_one_reward_has_no_error_and_no_interval():
+    assert np.isnan(mean(np.ones(1)).error)
+    assert np.isnan(Estimate(1.0, 2.0).interval(0.95)).all()
 
 
 def drawn(n: int, seed: int, logging: np.ndarray = LOGGING) -> Log:
@@ -82,30 +102,6 @@ def drawn(n: int, seed: int, logging: np.ndarray = LOGGING) -> Log:
     arms = (rng.random(n)[:, None] > logging[x].cumsum(axis=1)).sum(axis=1)
     rewards = (rng.random(n) < P_REWARD[x, arms]).astype(float)
     return Log.of(contexts=X[x], arms=arms, probabilities=logging[x, arms], rewards=rewards, n_arms=3)
-
-
-@pytest.mark.slow
-def test_standard_errors_are_the_deviation_over_many_logs():
-    every = [quietly(drawn(150, seed), policy) for seed in range(150)]
-    for name in ("ips", "doubly_robust"):
-        found = [getattr(one, name) for one in every]
-        values, errors = np.array([(one.value, one.error) for one in found]).T
-        assert errors.mean() == approx(values.std(), rel=0.2), name
-        assert values.mean() == approx(TRUTH, abs=4 * values.std() / np.sqrt(150) + 0.003), name
-        inside = [low <= TRUTH <= high for low, high in (one.interval(0.9) for one in found)]
-        assert np.mean(inside) >= 0.88, name
-
-
-def test_intervals_and_errors_by_hand():
-    rewards, weights = np.array([1.0, 0.0, 2.0]), np.array([0.5, 2.0, 1.0])
-    ips = mean(weights * rewards)
-    assert ips.value == approx(2.5 / 3)
-    assert ips.error == approx(np.std([0.5, 0.0, 2.0], ddof=1) / np.sqrt(3))
-    assert np.isnan(mean(rewards[:1]).error)
-    assert np.isnan(Estimate(1.0, 2.0).interval(0.95)).all()
-
-
-# --- intervals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("p", [0.03, 0.2, 0.6])
@@ -216,30 +212,14 @@ def test_constant_rewards_have_an_interval_within_their_range_alone():
         evaluate(log, first, reward_range=(2, 3))
 
 
-def test_intervals_of_differences_and_of_the_log():
-    log, _ = learning_log(2)
-    both, back = compare(log, contrary, thirds), compare(log, thirds, contrary)
-    low, high = both.difference.interval(0.9)
-    assert low < both.difference.value < high
-    assert back.difference.interval(0.9) == approx((-high, -low))
-    least, most = both.first.logged.interval(0.9)
-    assert least < log.rewards.mean() < most
-    low, high = compare(log, thirds, thirds).difference.interval(0.9)
-    assert low < 0 < high
-
-
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 def test_a_decision_is_predicted_by_earlier_ones_alone():
     log = drawn(60, 1)
     before = predicted_before(log)
     assert (before[0] == 0).all()
     for row in range(1, 60):
         # By ridge regression of the rows of an arm so far, around the mean of all; refitted at every tenth more.
-        fits = [end for end in range(1, row + 1) if close(before[row], _ridge(log, end, row), atol=1e-8)]
-        assert fits
-        assert max(fits) >= row / 1.12 - 1
+        ends = range(max(1, int(np.ceil(row / 1.12 - 1))), row + 1)
+        assert any(close(before[row], _ridge(log, end, row), atol=1e-8) for end in ends)
     other = Log(**{**vars(log), "rewards": np.where(np.arange(60) < 30, log.rewards, 99.0)})
     np.testing.assert_array_equal(predicted_before(other)[:31], before[:31])
     assert not close(predicted_before(other)[40:], before[40:])
@@ -254,9 +234,6 @@ def _ridge(log: Log, end: int, row: int) -> np.ndarray:
         gram = x[mine].T @ x[mine] + 0.25 * np.eye(2)
         found.append(x[row] @ np.linalg.solve(gram, x[mine].T @ (log.rewards[mine] - shift)) + shift)
     return np.array(found)
-
-
-# --- windows --------------------------------------------------------------------------------------------------------
 
 
 def test_a_window_judges_its_decisions_by_a_model_of_all_before_them():
@@ -302,9 +279,6 @@ def test_windows_are_whole_numbers(given):
             evaluate(drawn(50, 0), policy, **{name: given})
 
 
-# --- confidence sequences -------------------------------------------------------------------------------------------
-
-
 def test_bounds_are_where_the_bets_have_won_enough():
     terms, risk, bets = np.random.default_rng(0).exponential(size=40), 0.05, 4.0 ** np.arange(-7, 2)
     found = lower_bounds(terms, risk)
@@ -340,36 +314,6 @@ def test_bounds_hold_over_every_path_of_terms_whose_means_change(risk):
     assert 0 < missed <= risk
 
 
-@pytest.mark.parametrize("against", [0.0, 1 / 3], ids=["one", "two"])
-@pytest.mark.parametrize("full", [True, False], ids=["all arms", "chosen arm"])
-@pytest.mark.parametrize("depth", [0.5, 4.0])
-@pytest.mark.slow
-def test_terms_of_a_sequence_have_the_value_as_their_mean_over_every_log(depth, full, against):
-    # With a small depth many predictions are cut off.
-    found, least = np.zeros((2, 2)), np.inf
-    for first, one in outcomes(LOGGING):
-        after = LOGGING[::-1] if first[2] else np.roll(LOGGING, first[1], axis=1)
-        for second, other in outcomes(after):
-            rows, every = [first, second], np.stack([LOGGING[first[0]], after[second[0]]])
-            arms = [arm for _, arm, _ in rows]
-            log = Log.of(
-                contexts=[X[x] for x, _, _ in rows],
-                arms=arms,
-                probabilities=every if full else every[[0, 1], arms],
-                rewards=[float(reward) for _, _, reward in rows],
-                n_arms=3,
-            )
-            one_policy = quietly(log, policy)
-            pair = one_policy.shares, np.full((2, 3), against)
-            terms = [sequence_terms(log, one_policy.predicted, *both, (0, 1), depth) for both in (pair, pair[::-1])]
-            terms = np.array(terms)
-            found, least = found + one * other * terms, min(least, terms.min())
-    rival = against * float(P_CONTEXT @ P_REWARD.sum(axis=1))
-    means = np.array([TRUTH - rival + 3 * against, rival - TRUTH + 1])
-    assert_close(found, np.stack([means, means], axis=1), atol=1e-12)
-    assert least >= -depth * full - 1e-12
-
-
 def test_a_later_look_extends_an_earlier_one():
     log, _ = learning_log(3)
     whole, early = (evaluate(log, contrary, until=until) for until in (None, 150))
@@ -401,9 +345,6 @@ def test_sequences_of_rewards_outside_their_range_are_refused():
         found.sequence(95, reward_range=(0, 1))
 
 
-# --- two policies ---------------------------------------------------------------------------------------------------
-
-
 def test_two_policies_are_compared_decision_by_decision():
     log, _ = learning_log(1)
     found = compare(log, contrary, thirds, since=20)
@@ -415,7 +356,12 @@ def test_two_policies_are_compared_decision_by_decision():
     for part in ("first", "second", "difference", "95% interval"):
         assert part in text
     assert "not to be trusted" not in text
+    low, high = found.difference.interval(0.9)
+    assert low < found.difference.value < high
+    least, most = found.first.logged.interval(0.9)
+    assert least < log.rewards[20:].mean() < most
     swapped = compare(log, thirds, contrary, since=20)
+    assert swapped.difference.interval(0.9) == approx((-high, -low))
     back, there = (each.sequence(0.9, reward_range=(0, 1)) for each in (swapped, found))
     assert_close(back.lower, -there.upper)
     assert_close(back.upper, -there.lower)
@@ -425,13 +371,12 @@ def test_a_policy_differs_from_itself_by_nothing():
     rewards = np.random.default_rng(1).integers(2, size=2000).astype(float)
     found = compare(uniform_log(2000, probabilities=np.full((2000, 3), 1 / 3), rewards=rewards), first, first)
     assert (found.difference.value, found.difference.error) == (0, 0)
+    low, high = found.difference.interval(0.9)
+    assert low < 0 < high
     of_both, of_one = (one.sequence(0.95, reward_range=(0, 1)) for one in (found, found.first))
     assert (of_both.lower < 0).all()
     assert (of_both.upper > 0).all()
     assert of_both.upper[-1] - of_both.lower[-1] < (of_one.upper[-1] - of_one.lower[-1]) / 2
-
-
-# --- agents that learn ----------------------------------------------------------------------------------------------
 
 
 def learning_log(seed: int, n: int = 300, step: int = 50) -> tuple[Log, np.ndarray]:
@@ -466,27 +411,20 @@ def test_from_decide_to_evaluate(tmp_path):
         if number % 10:
             agent.reward(decision.id, float(row[0] > 0) if decision.arm == 0 else 0.5)
     agent.update([0.0, 0.0], 1, 0.5)
-    found = evaluate(path, lambda contexts: np.where(contexts[:, 0] > 0, 0, 1))
+    found, log = evaluate(path, lambda contexts: np.where(contexts[:, 0] > 0, 0, 1)), read_log(path)
+    judged = log.rewards[np.isfinite(log.rewards) & np.isfinite(log.probabilities) & ~log.tried]
     # Arm 0 where it pays 1, otherwise arm 1 for ½.
     low, high = found.doubly_robust.interval(0.999)
     assert low <= 0.75 <= high
     assert found.doubly_robust.error < 0.1
     assert found.decisions == 250 - 25 - 2
     assert found.left_out == {"without a reward": 25, "tried in turn": 2, "without a probability": 1}
-    assert found.logged.value == approx(_judged(path).mean())
+    assert found.logged.value == approx(judged.mean())
     text = str(found)
     for part in ("value", "95% interval", "as logged", "doubly robust"):
         assert part in text
     assert "223 decisions; left out: {'without a reward': 25, 'tried in turn': 2, 'without a probability': 1}" in text
     assert "not to be trusted" not in text
-
-
-def _judged(path) -> np.ndarray:
-    log = read_log(path)
-    return log.rewards[np.isfinite(log.rewards) & np.isfinite(log.probabilities) & ~log.tried]
-
-
-# --- policies -------------------------------------------------------------------------------------------------------
 
 
 def test_an_agent_is_evaluated_as_it_is_and_learns_nothing():
@@ -558,9 +496,6 @@ def test_a_log_without_rewards_says_so(tmp_path):
     agent.reward(0, 1.0)
     with pytest.raises(MatchError, match=r"has 0 decisions .* left out: .*'without a reward': 4"):
         evaluate(tmp_path / "log.jsonl", policy)
-
-
-# --- doubts ---------------------------------------------------------------------------------------------------------
 
 
 def uniform_log(n: int, seed: int = 0, **changes: object) -> Log:

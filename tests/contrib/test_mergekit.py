@@ -3,8 +3,6 @@
 mergekit has an environment of its own, `make mergekit-test`; elsewhere these tests are skipped.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess

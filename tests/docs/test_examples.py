@@ -4,8 +4,6 @@ The blocks of a page are a script: they run in order, in a fresh interpreter and
 nothing else.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -151,11 +149,14 @@ def _parse(words: list[str]) -> None:
     command.make_context(command.name, list(words), resilient_parsing=not words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", *sorted((DOCS / "developer").glob("*.md"))], ids=lambda page: page.stem
+)
 def test_every_file_named_is_there(page):
-    text = page.read_text(encoding="utf-8")
-    for name in re.findall(r"\b(?:benchmarks|contrib|examples|tests|src)/[\w/]+\.(?:py|sh)\b", text):
-        assert (ROOT / name).is_file(), name
+    # But for the files that a reader is to write.
+    text = re.sub(r"^```py\n# src/.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"\b(?:benchmarks|contrib|examples|tests|src|docs)/[\w/.]+\.(?:py|sh|md)\b", text):
+        assert "NAME" in name or (ROOT / name).is_file(), name
     for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
         assert (page.parent / name).is_file(), name
 
@@ -211,10 +212,7 @@ def _public(module: ModuleType) -> list[str]:
     return list(getattr(module, "__all__", [name for name in own if not name.startswith("_")]))
 
 
-PUBLIC = (
-    "bayesadam",
-    *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)),
-)
+PUBLIC = ("bayesadam", *(f"bayesadam.{name}" for name in ba.__all__ if isinstance(getattr(ba, name), ModuleType)))
 
 
 @pytest.mark.parametrize("module", PUBLIC)

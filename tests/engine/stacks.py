@@ -1,7 +1,5 @@
 """A stack of two small networks after a few steps, and the gradient of one of them by autograd."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

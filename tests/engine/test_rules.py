@@ -1,7 +1,5 @@
 """The engine's gradient against autograd, and its Adam against torch's."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -30,15 +28,19 @@ def test_the_gradient_is_autograds(activation):
     assert_close(found, leaf.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_adam_is_torchs(decoupled):
-    stack = stack_of(Adam(weight_decay=0.1, decoupled=decoupled))
+@pytest.mark.parametrize(("decoupled", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.3)])
+def test_adam_is_torchs_under_the_masks(decoupled, dropout):
+    network = replace(NETWORK, dropout=dropout)
+    stack = stack_of(Adam(weight_decay=0.1, decoupled=decoupled), network=network)
     params = {name: t[1].clone().requires_grad_() for name, t in initial(NETWORK, [0, 1]).items()}
     optimizer = (torch.optim.AdamW if decoupled else torch.optim.Adam)(params.values(), lr=LR, weight_decay=0.1)
-    x, y = data()
+    streams, (x, y), masks = Streams([0, 1], "training"), data(), None
     for chosen in rows(2)[:, 1]:
+        if dropout:
+            uniform = streams.uniform(SIZE * sum(network.hidden))[1:].split([SIZE * n for n in network.hidden], dim=1)
+            masks = [(part.view(1, SIZE, -1) >= dropout) / (1 - dropout) for part in uniform]
         optimizer.zero_grad()
-        out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, x[chosen])[0]
+        out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, x[chosen], masks=masks)[0]
         (out - y[chosen]).square().mean().backward()
         optimizer.step()
     for name, parameter in params.items():
@@ -46,22 +48,6 @@ def test_adam_is_torchs(decoupled):
     for key, moment in unflatten(NETWORK, stack.state["exp_avg_sq"]).items():
         assert_close(moment[1], optimizer.state[params[key]]["exp_avg_sq"], rtol=1e-4, atol=1e-9)
     assert stack.state["step"].tolist() == [len(rows(2))]
-
-
-def test_dropout_trains_under_its_masks():
-    network = replace(NETWORK, dropout=0.3)
-    stack = stack_of(Adam(), seeds=(3,), network=network)
-    params = {name: t[0].clone().requires_grad_() for name, t in initial(NETWORK, [3]).items()}
-    adam, streams, (x, y) = torch.optim.Adam(params.values(), lr=LR), Streams([3], "training"), data()
-    for chosen in rows(1)[:, 0]:
-        uniform = streams.uniform(SIZE * sum(network.hidden)).split([SIZE * width for width in network.hidden], dim=1)
-        masks = [(part.view(1, SIZE, -1) >= 0.3) / 0.7 for part in uniform]
-        adam.zero_grad()
-        out = forward(NETWORK, {n: p.unsqueeze(0) for n, p in params.items()}, x[chosen], masks=masks)[0]
-        (out - y[chosen]).square().mean().backward()
-        adam.step()
-    for name, parameter in params.items():
-        assert_close(stack.params[name][0], parameter.detach(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("rate", [0.2, 0.5])

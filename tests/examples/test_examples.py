@@ -1,7 +1,5 @@
 """Every example runs as a user would run it, in an empty folder, and prints what it promises."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Agents of Table 1 against independent references: autograd, torch's optimisers, closed forms, explicit draws."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -78,17 +76,19 @@ def follow(learner, steps: int):
         yield x, arms, ((rewards - shift) / scale).float() if learner.settings.standardise else rewards
 
 
-@pytest.mark.parametrize("standardise", [False, True])
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
-    settings = GreedySettings(**SMALL, lr=0.05, lr_decay=decay, l2=0.01, clip=0.4, standardise=standardise)
-    learner = learner_of("greedy", settings)
+@pytest.mark.parametrize(("standardise", "decay", "dropout"), [(False, 0.0, 0.0), (True, 0.5, 0.0), (False, 0.5, 0.4)])
+def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay, dropout):
+    own = {"lr": 0.05, "lr_decay": decay, "l2": 0.01, "clip": 0.4, "standardise": standardise, "dropout": dropout}
+    learner, noise, masks = learner_of("greedy", GreedySettings(**SMALL, **own)), Streams([3, 4], "training", CPU), None
     leaves = [row.clone().requires_grad_() for row in learner.stack.weights]
     optimizers = [torch.optim.Adam([leaf], lr=0.05, weight_decay=0.01) for leaf in leaves]
     clipped = 0
     for t, (x, arms, targets) in enumerate(follow(learner, 4)):
+        if dropout:
+            drawn = (noise.uniform(16 * 11) >= dropout) / (1 - dropout)
+            masks = drawn[:, : 16 * 6].view(2, 16, 6), drawn[:, 16 * 6 :].view(2, 16, 5)
         stack = torch.stack([leaf.detach() for leaf in leaves])
-        gradient = reference_gradient(NETWORK, stack, x, arms, targets)
+        gradient = reference_gradient(NETWORK, stack, x, arms, targets, masks)
         for i, (leaf, optimizer) in enumerate(zip(leaves, optimizers, strict=True)):
             leaf.grad = gradient[i]
             clipped += float(nn.utils.clip_grad_norm_([leaf], 0.4)) > 0.4
@@ -97,21 +97,7 @@ def test_training_is_torchs_adam_with_clipping_run_by_run(standardise, decay):
     assert clipped
     learner.train()
     assert_close(learner.stack.weights, torch.stack([leaf.detach() for leaf in leaves]), rtol=1e-4, atol=1e-6)
-
-
-def test_dropout_in_training_alone_for_those_who_choose_without():
-    settings = GreedySettings(**SMALL, lr=0.05, dropout=0.4, clip=None)
-    learner = learner_of("greedy", settings)
-    leaf = learner.stack.weights.clone().requires_grad_()
-    optimizer = torch.optim.Adam([leaf], lr=0.05)
-    noise = Streams([3, 4], "training", CPU)
-    for x, arms, targets in follow(learner, 4):
-        drawn = (noise.uniform(16 * 11) >= 0.4) / 0.6
-        masks = drawn[:, : 16 * 6].view(2, 16, 6), drawn[:, 16 * 6 :].view(2, 16, 5)
-        leaf.grad = reference_gradient(NETWORK, leaf.detach(), x, arms, targets, masks)
-        optimizer.step()
-    learner.train()
-    assert_close(learner.stack.weights, leaf.detach(), rtol=1e-4, atol=1e-6)
+    # Whoever has no posterior chooses without dropout.
     x = torch.randn(2, 5, 3)
     assert_close(learner.scores(x), forward(NETWORK, learner.stack.params, x))
 

@@ -1,7 +1,5 @@
 """Stacked training and the baselines, each against a case with a known answer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Costs: the ratios by a clock of its own, and what is compared, without a look at the times."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Figure 1, made small; stopping and resuming, for all experiments."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

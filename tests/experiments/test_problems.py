@@ -1,7 +1,5 @@
 """Problems against rewards worked out by hand, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -137,14 +135,6 @@ def test_labels_become_arms_in_order_and_constant_columns_stay_finite():
     assert far.contexts.std() == approx(1, abs=1e-6)
     constant = classification_problem(np.full((50, 1), 0.1), np.arange(50) % 2).run(0)
     np.testing.assert_array_equal(constant.contexts, 0)
-
-
-def test_rewards_of_a_table():
-    pays = np.array([[1.0, 2.0], [0.0, -1.0], [5.0, 5.0], [3.0, 0.0]])
-    rounds = reward_problem(X, pays).run(0)
-    assert sorted(map(tuple, rounds.rewards)) == sorted(map(tuple, pays))
-    assert rounds.optimum.sum() == 2 + 0 + 5 + 3
-    assert rounds.uniform.sum() == approx(pays.mean(axis=1).sum())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The released code's recipes against their equations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

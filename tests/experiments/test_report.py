@@ -1,7 +1,5 @@
 """The report: what it takes, what it runs, and a page that needs nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

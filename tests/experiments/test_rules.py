@@ -1,7 +1,5 @@
 """Every rule that the paper compares with, against its equations, step by step."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The Showdown's agents against their equations in float64, and against autograd."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Simulations: bookkeeping by hand, independence of what is stacked."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

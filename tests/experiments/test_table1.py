@@ -1,7 +1,5 @@
 """Table 1's command in small: its files, its numbers against `simulate`, stopping and resuming."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

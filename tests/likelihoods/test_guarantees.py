@@ -1,24 +1,14 @@
 """Abstention: the exact bounds and the family of tests; conformal thresholds and p-values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
 
 from bayesadam.errors import SettingError
-from bayesadam.likelihoods.abstention import (
-    binomial_cdf,
-    certified,
-    needed,
-    remedy,
-    starts,
-)
+from bayesadam.likelihoods.abstention import binomial_cdf, certified, needed, remedy, starts
 from bayesadam.likelihoods.conformal import p_values, threshold
 from floats import approx, assert_close
-
-# --- bounds ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trials", [1, 7, 300, 20_000])
@@ -35,9 +25,6 @@ def test_the_fewest_examples(risk):
     sure = torch.arange(float(n)), torch.zeros(n, dtype=torch.bool)
     assert certified(*sure, risk=risk, confidence=0.95) == (n - 1.0, n, 0)
     assert certified(*(part[1:] for part in sure), risk=risk, confidence=0.95) is None
-
-
-# --- the procedure --------------------------------------------------------------------------------------------------
 
 
 def by_hand(doubt: np.ndarray, wrong: np.ndarray, risk: float, confidence: float) -> float | None:
@@ -107,9 +94,6 @@ def test_the_risk_is_exceeded_no_more_often_than_was_allowed(world):
 def test_nothing_helps_where_the_surest_are_wrong():
     every = torch.arange(600.0), torch.ones(600, dtype=torch.bool)
     assert "too many of the surest" in remedy(*every, risk=0.05, confidence=0.95)
-
-
-# --- conformal ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [0.5, 0.9, 0.95])

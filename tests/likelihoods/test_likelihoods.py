@@ -1,13 +1,11 @@
 """One suite over all likelihoods: losses, Hessians, targets, distributions, against torch.distributions and draws."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical, Distribution, Normal, Poisson
+from torch.distributions import Bernoulli, Categorical, Distribution, Exponential, Normal, Poisson
 
 from bayesadam.errors import CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import LIKELIHOODS, Component, Likelihood, Moments, Prediction, agreed, likelihood
@@ -46,9 +44,6 @@ def component(kind: Likelihood, mean: Tensor, variance: Tensor | None = None, **
     return Component(Moments(mean, variance, draws=more.pop("draws", None)), noise, **more)
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-
 @every_likelihood
 def test_the_loss_is_the_negative_log_likelihood_but_for_a_constant(kind):
     f = random(4, 7, EXAMPLES[kind.name][1])
@@ -72,9 +67,6 @@ def test_targets_of_a_data_set(kind):
     assert start is None or start.shape == (TARGETS,)
 
 
-# --- mathematics ----------------------------------------------------------------------------------------------------
-
-
 @every_likelihood
 def test_the_hessian_is_that_of_autograd(kind):
     """At y = m ± σ the average of anything quadratic in y is its expectation."""
@@ -82,7 +74,7 @@ def test_the_hessian_is_that_of_autograd(kind):
     f = random(width)
     distribution = make(f)
     targets = [targets_of(kind.name, f)]
-    if isinstance(distribution, Normal):
+    if isinstance(distribution, Normal | Exponential):
         targets = [distribution.mean + sign * distribution.stddev for sign in (-1, 1)]
     each = [torch.autograd.functional.hessian(lambda g, y=y: -make(g).log_prob(y).sum(), f) for y in targets]
     whole = torch.stack(each).mean(dim=0)
@@ -254,9 +246,6 @@ def test_heteroscedastic_noise_has_a_ceiling():
     assert_close(kind.ceiling(y), (y - y.mean()).square().max()[None])
 
 
-# --- novelty --------------------------------------------------------------------------------------------------------
-
-
 @every_likelihood
 def test_novelty_grows_with_leverage(kind):
     f = random(1, EXAMPLES[kind.name][1]).expand(6, -1)
@@ -270,9 +259,6 @@ def test_novelty_of_tokens_is_the_mean_of_the_positions():
     expected = Categorical(logits=f).entropy() + 0.3 * r.log()[:, None]
     assert_close(kind.token_novelty(f, r), expected)
     assert_close(kind.novelty(f, r), expected.mean(dim=1))
-
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

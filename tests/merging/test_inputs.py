@@ -1,7 +1,5 @@
 """Merging by the inputs of layers: RegMean's closed form, what falls back to the diagonals, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,6 +11,7 @@ import bayesadam as ba
 from bayesadam.merging import merge
 from bayesadam.merging import merged as merging
 from bayesadam.merging.methods import by_inputs
+from cases import fit
 from floats import assert_close
 
 ALPHA = [1.0, 2.0, 0.5]
@@ -27,11 +26,8 @@ def network() -> nn.Sequential:
 def fine_tuned(base: nn.Module, seed: int) -> ba.Posterior:
     model, draw = copy.deepcopy(base), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.97))
-    for _ in range(40):
-        x = torch.randn(16, 1, 4, 4, generator=draw).double()
-        optimizer.zero_grad()
-        (model(x) - seed * x.mean(dim=(2, 3))).square().mean().backward()
-        optimizer.step()
+    inputs = torch.randn(40, 16, 1, 4, 4, generator=draw).double()
+    fit(model, optimizer, ((x, seed * x.mean(dim=(2, 3))) for x in inputs))
     return ba.Posterior.from_optimizer(model.eval(), optimizer, 640, "regression", prior_precision=1.0)
 
 
@@ -110,35 +106,23 @@ def test_a_layer_that_one_model_did_not_train_is_the_other_s(tuned):
     assert merged.report.layers["5"] == (1.0, 0.0)
 
 
+SETTING, BASE = ba.errors.SettingError, {"a": torch.ones(1)}
+
+
 @pytest.mark.parametrize(
-    ("change", "kind", "said"),
+    ("options", "kind", "said"),
     [
-        (lambda x: x[:2], ba.errors.SettingError, "a batch or a loader for each of the 3 models"),
-        (lambda x: x[0], ba.errors.SettingError, "inputs must be a list"),
-        (lambda x: [*x[:2], x[2] * float("nan")], ba.errors.MatchError, r"model 3: .*not finite"),
-        (lambda x: [x[0], x[1][:, :, :3], x[2]], RuntimeError, "shapes cannot be multiplied"),
+        (lambda x: {"inputs": x[:2]}, SETTING, "a batch or a loader for each of the 3 models"),
+        (lambda x: {"inputs": x[0]}, SETTING, "inputs must be a list"),
+        (lambda x: {"inputs": [*x[:2], x[2] * float("nan")]}, ba.errors.MatchError, r"model 3: .*not finite"),
+        (lambda x: {"inputs": [x[0], x[1][:, :, :3], x[2]]}, RuntimeError, "shapes cannot be multiplied"),
+        (lambda x: {"inputs": x, "method": "fisher"}, SETTING, "inputs= are for method='inputs', not 'fisher'"),
+        (lambda x: {"inputs": x, "base": BASE}, SETTING, "'inputs' has none"),
+        (lambda x: {"inputs": x, "base": BASE, "trim": 0.5}, SETTING, "without eigenbases or inputs"),
+        (lambda x: {"method": "inputs"}, SETTING, "needs a few hundred inputs"),
+        (lambda x: {"inputs": x[:2], "models": ["a.pt", "b.pt"]}, SETTING, "needs posteriors, which run their models"),
     ],
 )
-def test_wrong_inputs_are_told(tuned, change, kind, said):
+def test_what_cannot_be_merged_by_inputs_is_told(tuned, options, kind, said):
     with pytest.raises(kind, match=said):
-        merge(tuned[1], inputs=change(tuned[2]))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"method": "fisher"}, "inputs= are for method='inputs', not 'fisher'"),
-        ({"base": {"a": torch.ones(1)}}, "'inputs' has none"),
-        ({"base": {"a": torch.ones(1)}, "trim": 0.5}, "without eigenbases or inputs"),
-    ],
-)
-def test_what_inputs_do_not_go_with_is_refused(tuned, options, said):
-    with pytest.raises(ba.errors.SettingError, match=said):
-        merge(tuned[1], inputs=tuned[2], **options)
-
-
-def test_models_must_run_and_know_their_inputs(tuned):
-    with pytest.raises(ba.errors.SettingError, match="needs posteriors, which run their models"):
-        merge(["a.pt", "b.pt"], inputs=tuned[2][:2])
-    with pytest.raises(ba.errors.SettingError, match="needs a few hundred inputs"):
-        merge(tuned[1], method="inputs")
+        merge(**{"models": tuned[1], **options(tuned[2])})

@@ -1,7 +1,5 @@
 """Adapters are merged as what they add to a weight, whatever their factors, ranks and scalings."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,6 +10,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.lora import Adapter, pairs_in, scaling_of_folder
 from bayesadam.merging import merge, merge_checkpoints
+from cases import fit
 from floats import assert_close
 
 OUT, RANK, IN = 6, 2, 5
@@ -99,11 +98,7 @@ def tuned(seed, rank=RANK, scale=0.5):
     draw = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=2e-2, betas=(0.9, 0.97))
     target = torch.randn(IN, OUT, generator=draw)
-    for _ in range(80):
-        x = torch.randn(16, IN, generator=draw)
-        optimizer.zero_grad()
-        (model["q"](x) - x @ target).square().mean().backward()
-        optimizer.step()
+    fit(model["q"], optimizer, ((x, x @ target) for x in torch.randn(80, 16, IN, generator=draw)))
     return model, optimizer
 
 

@@ -1,7 +1,5 @@
 """Merging networks: of posteriors, of files, streamed; what is checked, said and warned of."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -13,7 +11,7 @@ import bayesadam as ba
 from bayesadam.merging import merge, merge_checkpoints
 from bayesadam.merging import merged as merging
 from bayesadam.weights.gaussian import GaussianWeights
-from cases import soap
+from cases import fit, soap
 from floats import approx, assert_close, close
 
 
@@ -28,11 +26,7 @@ def fine_tuned(base, seed, *, steps=60, betas=(0.9, 0.97), keep=None, kind=torch
     recorder = ba.Recorder(optimizer, keep=keep, every=1) if keep else None
     draw = torch.Generator().manual_seed(seed)
     target = torch.randn(4, 3, generator=draw)
-    for _ in range(steps):
-        x = torch.randn(16, 4, generator=draw)
-        optimizer.zero_grad()
-        (model(x) - x @ target).square().mean().backward()
-        optimizer.step()
+    fit(model, optimizer, ((x, x @ target) for x in torch.randn(steps, 16, 4, generator=draw)))
     return model, optimizer, recorder
 
 
@@ -277,9 +271,6 @@ def test_what_only_one_model_trained_is_its_own(tuned):
     assert "2 tensors that not every model trained come from those that did" in " ".join(merged.report.notes)
 
 
-# --- refusals and warnings ------------------------------------------------------------------------------------------
-
-
 def test_other_architectures_are_refused_by_the_first_name(tuned):
     wide = ba.Posterior.from_optimizer(*fine_tuned(network(6), 0)[:2], 960, prior_precision=1.0)
     with pytest.raises(ba.errors.MatchError, match=r"'0.weight' is of shape \(5, 4\) in the one and of shape \(6, 4\)"):
@@ -327,22 +318,15 @@ def test_an_error_says_which_file(tuned, tmp_path):
         ({"trim": 1.5, "base": {"a": torch.ones(1)}}, "trim must be a share"),
         ({"weights": [1.0]}, "one number for each of the 3 models"),
         ({"weights": [1.0, 0.0, 1.0]}, "positive finite number"),
+        ({"models": lambda every: every[0]}, "one list"),
+        ({"models": lambda every: every[:1]}, "two or more"),
+        ({"models": lambda every: [every[0].model] * 2}, "A model alone has no curvature"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(tuned, change, said):
+    models = change.get("models", list)(posteriors(tuned))
     with pytest.raises(ba.errors.SettingError, match=said):
-        merge(posteriors(tuned), **change)
-
-
-def test_what_is_no_list_of_models_is_refused(tuned):
-    one = posteriors(tuned)[0]
-    for models, said in (
-        (one, "one list"),
-        ([one], "two or more"),
-        ([one.model] * 2, "A model alone has no curvature"),
-    ):
-        with pytest.raises(ba.errors.SettingError, match=said):
-            merge(models)
+        merge(**{**change, "models": models})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The equations of merging against dense algebra in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,15 +10,17 @@ from floats import assert_close
 ALPHA = torch.tensor([1.0, 2.0, 0.5])
 
 
-def test_fisher_is_the_weighted_mean_of_each_weight():
-    theta, v = torch.randn(3, 4, 5).double(), torch.rand(3, 4, 5).double() ** 8
+@pytest.mark.parametrize(("scale", "dtype", "rtol"), [(1.0, torch.float64, 1e-12), (1e-37, torch.float32, 1e-4)])
+def test_fisher_is_the_weighted_mean_of_each_weight(scale, dtype, rtol):
+    theta, v = torch.randn(3, 4, 5, dtype=dtype), scale * torch.rand(3, 4, 5, dtype=dtype)
     v[:, 0, 0] = 0
     v[1:, 1, 1] = 0
-    scaled = ALPHA.double()[:, None, None] * v
+    scaled = ALPHA[:, None, None] * v
     found = methods.fisher(theta, scaled, ALPHA)
-    expected = (scaled * theta).sum(0) / scaled.sum(0)
-    expected[0, 0] = (ALPHA.double() @ theta[:, 0, 0]) / ALPHA.sum()
-    assert_close(found, expected, rtol=1e-12)
+    expected = (scaled.double() * theta).sum(0) / scaled.double().sum(0)
+    expected[0, 0] = ALPHA.double() @ theta[:, 0, 0].double() / ALPHA.sum()
+    assert_close(found.double(), expected, rtol=rtol)
+    assert bool((found <= theta.amax(0)).all() & (found >= theta.amin(0)).all())
     assert found[1, 1] == theta[0, 1, 1]
 
 
@@ -32,31 +32,13 @@ def test_a_damped_curvature_knows_no_scale_and_no_weight_of_little_more_than_oth
     assert_close(methods.damped(v * torch.tensor([[1.0], [2.0], [1e9]])), methods.damped(v), rtol=1e-4)
 
 
-def test_fisher_keeps_its_digits_where_second_moments_are_tiny():
-    theta, v = torch.randn(2, 50), 1e-37 * torch.rand(2, 50)
-    found = methods.fisher(theta, v, torch.ones(2))
-    expected = ((v.double() * theta).sum(0) / v.double().sum(0)).float()
-    assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert bool((found <= theta.amax(0)).all() & (found >= theta.amin(0)).all())
-
-
 def test_gradient_matching_is_the_solution_of_its_equation():
-    theta, v, base, known = (
-        torch.randn(3, 6).double(),
-        torch.rand(3, 6).double(),
-        torch.randn(6).double(),
-        torch.rand(6).double(),
-    )
-    found = methods.gradient_matching(theta, v, base, known, delta=0.3)
+    theta, v = torch.randn(3, 6).double(), torch.rand(3, 6).double()
+    base, known = torch.randn(6).double(), torch.rand(6).double()
     left = torch.diag(known + 0.3 + (v + 0.3).sum(0))
     right = sum(torch.diag(known + 0.3 + f + 0.3) @ (t - base) for f, t in zip(v, theta, strict=True))
+    found = methods.gradient_matching(theta, v, base, known, delta=0.3)
     assert_close(found, base + torch.linalg.solve(left, right))
-
-
-def test_gradient_matching_with_certain_models_is_fisher():
-    theta, v, base = torch.randn(3, 6).double(), torch.rand(3, 6).double(), torch.randn(6).double()
-    found = methods.gradient_matching(theta, v, base, torch.zeros(6).double(), delta=1e-12)
-    assert_close(found, methods.fisher(theta, v, torch.ones(3)))
 
 
 def rotated(shape, seed):

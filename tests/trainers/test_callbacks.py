@@ -4,8 +4,6 @@ What they share is tested on a trainer of three lines; the real ones, whose impo
 among the slow tests.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,9 +74,6 @@ def same(found: ba.Posterior, expected: ba.Posterior) -> None:
         assert torch.equal(found.variance[name], expected.variance[name])
 
 
-# --- what the callbacks share ---------------------------------------------------------------------------------------
-
-
 def fit(
     keeper: PosteriorKeeper, name: str, path: Path | None, data: Any = None
 ) -> tuple[Network, list[Optimizer], dict]:
@@ -146,9 +141,6 @@ def test_counting_examples():
     assert count_examples([loader(), loader()]) is None
 
 
-# --- Lightning ------------------------------------------------------------------------------------------------------
-
-
 def lightning_run(folder: Path, name: str = "adamw", epochs: int = 2, resumed: str | None = None, **given: Any) -> Any:
     library = given.pop("library", None) or pytest.importorskip("lightning.pytorch")
     from bayesadam.trainers.lightning import PosteriorCallback
@@ -209,9 +201,6 @@ def test_lightning_writes_nothing_in_a_dry_run_and_asks_which_of_two_optimisers(
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(FileError, match=r"optimizer_key='optimizer_states\.0'"):
         read_checkpoint(tmp_path / "last.ckpt")
-
-
-# --- transformers ---------------------------------------------------------------------------------------------------
 
 
 def huggingface_run(folder: Path, name: str = "adamw", resumed: Any = None, **given: Any) -> Any:
