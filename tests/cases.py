@@ -25,6 +25,20 @@ def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What a call could disturb: tensors with their places, values and gradients; modes, attributes and hooks."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    hooks = [[tuple(getattr(m, name)) for name in sorted(vars(m)) if "hooks" in name] for m in model.modules()]
+    return {
+        "modules": [(module.training, sorted(vars(module))) for module in model.modules()],
+        "hooks": hooks,
+        "places": [(name, id(tensor)) for name, tensor in tensors.items()],
+        "storage": [parameter.data_ptr() for parameter in model.parameters()],
+        "values": [tensor.detach().to_dense().tolist() for tensor in tensors.values()],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
+    }
+
+
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:
     """∂f/∂θ, (b, c, P), of all parameters: one reverse pass for every single output of every example."""
     outputs = model(x).reshape(len(x), -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bayesadam.likelihoods import Component, Moments, likelihood
 from bayesadam.predict.leverage import Ratios
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, seeded, trained, waves
 from floats import approx, assert_close
+from predict.cases_networks import Lambda, Then
 
 CLASSES = ("binary", "classification")
 
@@ -134,7 +136,6 @@ def few_counts(n: int, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.filterwarnings("ignore:these are other data:bayesadam.errors.BayesAdamWarning")
 def test_standard_deviations_and_intervals_of_counts_can_be_believed():
     """Of honest counts and a network that was trained for too long, on inputs like the held-out and far from them."""
-    torch.manual_seed(0)
     (x, y), model = few_counts(300, 0), nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
@@ -154,27 +155,6 @@ def test_standard_deviations_and_intervals_of_counts_can_be_believed():
         assert float(high.max()) < 3 * most
 
 
-# --- forward --------------------------------------------------------------------------------------------------------
-
-
-class Both(nn.Module):
-    """Logits for classes in the middle dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).view(len(x), 3, 2)
-
-
-def test_forward_is_kept():
-    (x, y), model = blobs(100, 200), Both()
-    net = ba.calibrate(model, (x, y), likelihood="classification", forward=lambda m, batch: m(batch)[..., 0])
-    assert net(x).probs.shape == (100, 3)
-    assert_close(net(x).probs.sum(dim=1), torch.ones(100))
-
-
 def test_outputs_of_another_shape_are_refused():
     net = ba.calibrate(trained("classification"), blobs(100, 200))
     net.model[2] = nn.Linear(16, 4)
@@ -185,15 +165,14 @@ def test_outputs_of_another_shape_are_refused():
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-class Tagger(nn.Module):
+def tagger() -> nn.Module:
     """A class for each token; padding is left out of the attention's mean."""
+    layers = {"table": nn.Embedding(20, 6), "inner": nn.Linear(6, 6), "head": nn.Linear(6, 4)}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inner, self.head = nn.Embedding(20, 6), nn.Linear(6, 6), nn.Linear(6, 4)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.head(self.inner(self.table(input_ids)).tanh())
+
+    return Lambda(forward, **layers)
 
 
 def tokens(n: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -204,7 +183,7 @@ def tokens(n: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_tokens():
-    (inputs, labels), model = tokens(60, 0), Tagger()
+    (inputs, labels), model = tokens(60, 0), tagger()
     net = ba.calibrate(model, (inputs, labels), likelihood="classification")
     p = net(inputs)
     assert (p.probs.shape, p.novelty.shape) == ((60, 5, 4), (60,))
@@ -221,7 +200,7 @@ def test_tokens():
 def test_tokens_that_are_their_own_labels_are_refused():
     inputs, _ = tokens(30, 0)
     with pytest.raises(MatchError, match="for the next token"):
-        ba.calibrate(Tagger(), (inputs, inputs["input_ids"]), likelihood="classification")
+        ba.calibrate(tagger(), (inputs, inputs["input_ids"]), likelihood="classification")
 
 
 def test_classes_left_out_do_not_count():
@@ -278,20 +257,11 @@ WARNINGS = {
     "too few": (lambda: (trained("classification"), blobs(10, 200)), "too few to calibrate on"),
     "another scale": (lambda: (trained("regression"), (waves(100, 1)[0], waves(100, 1)[1] / 30)), "scale the targets"),
     "other labels": (
-        lambda: (nn.Sequential(nn.Linear(2, 3), Times(100.0)), blobs(100, 1)),
+        lambda: (Then(nn.Linear(2, 3), lambda z: 100 * z), blobs(100, 1)),
         "worse on the held-out data than a guess",
     ),
     "probabilities": (lambda: (nn.Sequential(nn.Linear(2, 3), nn.Softmax(dim=1)), blobs(100, 1)), "takes logits"),
 }
-
-
-class Times(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * x
 
 
 @pytest.mark.parametrize("case", WARNINGS)
@@ -304,7 +274,6 @@ def test_what_is_warned_of(case):
 
 
 def test_training_data_are_told():
-    torch.manual_seed(0)
     x, y = torch.randn(60, 4), torch.randint(3, (60,))
     model = nn.Linear(4, 3)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)
@@ -383,7 +352,6 @@ def test_inputs_of_few_values_are_scored_as_held_out_ones_were(jitter):
 
 def test_sets_of_few_distinct_inputs_hold_every_level():
     """A held-out score and the next of its kind tie, in batches of any size."""
-    torch.manual_seed(0)
     levels = torch.arange(0.5, 0.99, 0.02).tolist()
     model, share = nn.Linear(3, 2), torch.zeros(len(levels))
     for _ in range(30):

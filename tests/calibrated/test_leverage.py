@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import bayesadam as ba
 from bayesadam.predict.leverage import (
@@ -23,6 +23,7 @@ from bayesadam.predict.leverage import (
 from bayesadam.predict.matrices import Matrix, layers_of
 from calibrated.cases_calibrated import blobs, trained
 from floats import assert_close
+from predict.cases_networks import Lambda
 
 
 def layer_of(module: str, width: int, groups: int = 1) -> Matrix:
@@ -213,15 +214,9 @@ def test_ratios_are_means_over_layers_relative_to_medians():
 
 
 def test_a_layer_that_is_mostly_silent_says_nothing_of_novelty(tmp_path: Path) -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.gate, self.out = nn.Linear(3, 4), nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.tanh(self.dense(x)) + self.gate((x - 2).relu()))
-
-    model, x, far = Gated(), torch.randn(200, 3), torch.tensor([[0.0, -2, 2.01], [2.9, -2.9, 2.9], [0, 0, 0]])
+    layers = {"dense": nn.Linear(3, 4), "gate": nn.Linear(3, 4, bias=False), "out": nn.Linear(4, 2)}
+    model = Lambda(lambda self, x: self.out(torch.tanh(self.dense(x)) + self.gate((x - 2).relu())), **layers)
+    x, far = torch.randn(200, 3), torch.tensor([[0.0, -2, 2.01], [2.9, -2.9, 2.9], [0, 0, 0]])
     adam = torch.optim.Adam(model.parameters())
     model(3 * x).square().mean().backward()
     adam.step()

@@ -13,6 +13,7 @@ import bayesadam as ba
 from bayesadam.calibrated.ranges import InputRange, compared, departure, inside, ranged, ranges_of
 from bayesadam.errors import SettingError
 from floats import assert_close
+from predict.cases_networks import Lambda
 
 
 def images(n: int, seed: int = 0) -> Tensor:
@@ -102,18 +103,14 @@ def test_what_varied_or_was_not_finite_is_not_compared():
     assert departure(texts, {"input_ids": torch.full((1, 30), 900), "attention_mask": torch.ones(1, 30)}) is None
 
 
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(20, 4), nn.Linear(5, 3)
-
-    def forward(self, tokens: Tensor, size: Tensor) -> Tensor:
-        return self.head(torch.cat([self.table(tokens).mean(dim=1), size], dim=1))
-
-
 def test_an_example_is_made_where_shapes_are_known(tmp_path):
     batch = {"tokens": torch.randint(20, (60, 7)), "size": rows(60)[:, :1]}
-    net = ba.calibrate(Pooled(), (batch, torch.randint(3, (60,))), likelihood="classification")
+    model = Lambda(
+        lambda self, tokens, size: self.head(torch.cat([self.table(tokens).mean(dim=1), size], dim=1)),
+        table=nn.Embedding(20, 4),
+        head=nn.Linear(5, 3),
+    )
+    net = ba.calibrate(model, (batch, torch.randint(3, (60,))), likelihood="classification")
     net.save(tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2").module()
     assert_close(program(batch)["probs"], net(batch).probs)

@@ -115,7 +115,6 @@ class Recurrent(nn.Module):
 
 
 def test_biases_are_told_by_their_names_as_with_the_model(tmp_path):
-    torch.manual_seed(0)
     model = Recurrent()
     adam = torch.optim.Adam(model.parameters())
     model(torch.randn(3, 2, 4)).square().mean().backward()

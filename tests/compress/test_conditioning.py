@@ -23,17 +23,7 @@ from bayesadam.weights.diagonal import Diagonal
 from cases import dense_moment, mlp, train
 from compress.cases_compress import Twice, error, posterior_of
 from floats import assert_close
-
-
-class Conv1D(nn.Module):
-    """As transformers has it, whose name tells it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
+from predict.cases_networks import Conv1D
 
 
 def some(model: nn.Module, share: float = 0.5, seed: int = 0) -> dict[str, Tensor]:
@@ -445,7 +435,6 @@ def test_by_default_a_weight_is_worth_what_no_other_makes_up_for() -> None:
 
 
 def test_rounds_are_nearer_than_one_and_one_than_masking() -> None:
-    torch.manual_seed(0)
     model, x = mlp(6, 30, 30, 1), correlated(400, 6).float()
     train(model, torch.optim.Adam(model.parameters(), lr=1e-2), steps=100)
     dense = posterior_of(model, {name: torch.ones(p.shape) for name, p in model.named_parameters()})

@@ -86,7 +86,6 @@ def test_a_tied_parameter_is_masked_once_under_either_name() -> None:
     ],
 )
 def test_zeros_stay_exactly_zero_through_fine_tuning(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    torch.manual_seed(0)
     model = mlp(4, 6, 1)
     optimizer = make(model.parameters())
     # Momentum from before the pruning would carry the weights away.

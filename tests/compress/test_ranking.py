@@ -270,7 +270,6 @@ def test_biases_before_a_batch_norm_are_left_whole_with_a_warning() -> None:
 @pytest.mark.parametrize(("keep", "size"), [(2, 4), (1, 2), (3, 3)])
 @pytest.mark.parametrize("make", [lambda: nn.Linear(24, 5), lambda: nn.Conv2d(24, 5, 3)])
 def test_each_group_along_the_input_keeps_its_best(make: Any, keep: int, size: int) -> None:
-    torch.manual_seed(0)
     model = make()
     with torch.no_grad():
         # Ties within groups.

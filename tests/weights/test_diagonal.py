@@ -51,7 +51,6 @@ def test_mean_and_variance_are_the_equations(power, batch_size, delta, form):
 
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.1, 0.02), (0.1, 0.0)])
 def test_the_prior_precision_is_n_times_the_weight_decay_or_1(decays):
-    torch.manual_seed(0)
     model = mlp(3, 5, 2)
     groups = [
         {"params": model[at].parameters(), "weight_decay": decay} for at, decay in zip((0, 2), decays, strict=True)
@@ -154,7 +153,6 @@ def test_draws_have_the_parameters_type_and_the_posterior_its_own(dtype):
 
 
 def test_weights_without_curvature_or_prior_have_infinite_variance_and_refuse_to_be_drawn():
-    torch.manual_seed(0)
     model = mlp(3, 4, 2)
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(5):
@@ -197,7 +195,6 @@ def test_to_and_replace_return_new_ones_and_leave_the_model_alone():
 
 
 def test_rows_that_embeddings_keep_for_padding_are_never_drawn():
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(5, 2, padding_idx=3), torch.nn.Linear(2, 1))
     torch.nn.init.normal_(model[0].weight)
     optimizer = torch.optim.Adam(model.parameters())

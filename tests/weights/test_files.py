@@ -339,7 +339,6 @@ def test_save_and_load_with_every_option(saved, weights, compress):
 
 @pytest.mark.parametrize("compress", COMPRESSIONS)
 def test_kronecker_is_published_with_its_bases(tmp_path, compress):
-    torch.manual_seed(0)
     model = mlp(20, 32, 3)
     optimizer = soap(model.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.95, 0.97))
     train(model, optimizer, steps=40)

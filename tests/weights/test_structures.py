@@ -136,7 +136,6 @@ def test_which_parameters_have_bases():
 
 
 def test_a_vectors_own_curvature_is_that_of_its_recorded_gradients():
-    torch.manual_seed(0)
     model = torch.nn.Linear(3, 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     recorder = ba.Recorder(optimizer, keep=2, every=1)
