@@ -20,10 +20,10 @@ from bayesadam.compress import condition
 from bayesadam.errors import BayesAdamWarning
 from bayesadam.readers import Rotation
 from bayesadam.weights.diagonal import Diagonal
-from cases import dense_moment, mlp, train
+from cases import dense_moment, mlp, state_of, train
 from compress.cases_compress import Twice, error, posterior_of
 from floats import assert_close
-from predict.cases_networks import Conv1D
+from predict.cases_networks import Conv1D, Lambda
 
 
 def some(model: nn.Module, share: float = 0.5, seed: int = 0) -> dict[str, Tensor]:
@@ -189,22 +189,16 @@ def test_inputs_come_in_any_form(kind: str) -> None:
     assert_close(condition(dense, some(dense.model), given).mean, expected, rtol=1e-7)
 
 
-class Padded(nn.Module):
-    """Position by position, with the sequence first or second inside."""
-
-    def __init__(self, turned: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.turned = nn.Linear(4, 6), nn.Linear(6, 2), turned
-
-    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        x = x.transpose(0, 1) if self.turned else x
-        out: Tensor = self.second(self.first(x).tanh())
-        return (out.transpose(0, 1) if self.turned else out).mean(1)
-
-
 @pytest.mark.parametrize("turned", [True, False])
 def test_padding_does_not_count(turned: bool) -> None:
-    dense, x = posterior_of(Padded(turned).double()), correlated(150, 7, 4)
+    """Position by position, with the sequence first or second inside."""
+
+    def forward(self: Any, x: Tensor, attention_mask: Tensor) -> Any:
+        z = self.second(self.first(x.transpose(0, 1) if turned else x).tanh())
+        return (z.transpose(0, 1) if turned else z).mean(1)
+
+    model = Lambda(forward, first=nn.Linear(4, 6), second=nn.Linear(6, 2)).double()
+    dense, x = posterior_of(model), correlated(150, 7, 4)
     mask = (torch.arange(7) < torch.randint(1, 8, (150, 1))).long()
     filled = torch.where(mask[..., None] == 1, x, 50 * torch.randn_like(x))
     found = [condition(dense, some(dense.model), {"x": each, "attention_mask": mask}).mean for each in (x, filled)]
@@ -228,20 +222,14 @@ def test_a_layer_used_twice_meets_both_inputs_of_the_dense_network() -> None:
     assert_close(small.mean["layer.bias"], expected["0.bias"], rtol=1e-8)
 
 
-class Experts(nn.Module):
-    """The first layer's sign of a batch chooses the expert; one is never chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.experts[int(x.mean() > 0)](x).tanh())
-        return out
-
-
 def test_experts_that_some_batches_use() -> None:
-    model, x = Experts().double(), correlated(60, 4)
+    """The sign of a batch chooses the expert; one is never chosen."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.head(self.experts[int(x.mean() > 0)](x).tanh())
+
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model, x = Lambda(forward, experts=experts, head=nn.Linear(4, 2)).double(), correlated(60, 4)
     masks, batches = some(model), (x.abs(), -x.abs(), x.abs() / 2)
     with pytest.warns(BayesAdamWarning, match=r"no input reaches experts\.2\.weight"):
         small = condition(posterior_of(model), masks, iter(batches))
@@ -296,22 +284,17 @@ def test_every_type_is_nearer_than_masking(dtype: torch.dtype, compiled: bool) -
 @pytest.mark.parametrize("inputs", [None, correlated(150, 6)])
 def test_nothing_removed_moves_nothing_and_nothing_of_the_users_changes(inputs: Tensor | None) -> None:
     model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 4)).double().train()
-    before, dense = copy.deepcopy(model.state_dict()), posterior_of(model)
-    state, whole = (
-        torch.get_rng_state(),
-        {name: torch.ones(p.shape, dtype=torch.bool) for name, p in dense.mode.items()},
-    )
+    before, dense = state_of(model), posterior_of(model)
+    mode = copy.deepcopy(dense.mode)
+    state, whole = torch.get_rng_state(), some(model, share=-1.0)
     small = condition(dense, whole, inputs)
     assert_close(small.mean, dense.mode, rtol=1e-12)
     condition(dense, some(model), inputs)
     ba.prune(dense, 0.0, inputs=inputs)
     ba.prune(dense, 0.5, inputs=inputs)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(torch.equal(theta, before[name]) for name, theta in dense.mode.items())
+    assert state_of(model) == before
+    assert_close(dense.mode, mode, rtol=1e-300)
     assert torch.equal(torch.get_rng_state(), state)
-    for module in model.modules():
-        assert module.training
-        assert not module._forward_hooks
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "inputs"])
@@ -330,8 +313,7 @@ def test_the_dense_network_is_that_of_the_mean(moved: bool) -> None:
     dense, x = posterior_of(deep(), delta=20.0, form="map" if moved else "likelihood"), correlated(150, 6)
     for p in dense.model.parameters() if moved else ():
         p.data *= 2
-    whole = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in dense.mode.items()}
-    assert_close(condition(dense, whole, x).mean, dense.mean)
+    assert_close(condition(dense, some(dense.model, share=-1.0), x).mean, dense.mean)
     assert_close(ba.prune(dense, 0.0, inputs=x, rounds=1).mean, dense.mean)
 
 

@@ -17,6 +17,7 @@ from bayesadam.compress import quantise
 from bayesadam.errors import FileError, MatchError, SettingError
 from compress.cases_compress import error, posterior_of
 from floats import assert_close
+from predict.cases_networks import Lambda
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -144,25 +145,19 @@ def test_moved_is_of_each_layer_on_what_it_gets() -> None:
         assert small.moved[f"{index}.weight"] == pytest.approx(expected, rel=1e-2)
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """A tied table and head, attention in one and in four matrices, and a layer that no input reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.attend = nn.Embedding(11, 8), nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head, self.unused = nn.Linear(8, 11, bias=False), nn.Linear(8, 8)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        out: Tensor = self.head(self.attend(x, x, x)[0])
-        return out
+    table, attend = nn.Embedding(11, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+    head, unused = nn.Linear(8, 11, bias=False), nn.Linear(8, 8)
+    head.weight = table.weight
+    forward = lambda self, tokens: self.head(self.attend(*[self.table(tokens)] * 3)[0])  # noqa: E731
+    return Lambda(forward, table=table, attend=attend, head=head, unused=unused)
 
 
 @pytest.mark.parametrize("structure", ["walk", "diagonal", "inputs"])
 @pytest.mark.filterwarnings("ignore:no input reaches unused")
 def test_shared_weights_are_left_and_unreached_ones_rounded(structure: str, tmp_path: Path) -> None:
-    model, tokens = Mixed(), torch.randint(11, (90, 4))
+    model, tokens = mixed(), torch.randint(11, (90, 4))
     dense = posterior_of(model, delta=1.0)
     if structure == "inputs":
         dense = dense.with_inputs(tokens)
@@ -172,7 +167,7 @@ def test_shared_weights_are_left_and_unreached_ones_rounded(structure: str, tmp_
     assert torch.equal(small.model.table.weight, model.table.weight)
     assert error(small.model, model, tokens) < 0.1 * float(model(tokens).detach().var())
     assert small.moved.keys() == ({"attend.in_proj_weight", "attend.out_proj.weight"} if structure == "walk" else set())
-    assert equal(reloaded(small, tmp_path, Mixed()), small.model)
+    assert equal(reloaded(small, tmp_path, mixed()), small.model)
 
 
 @pytest.mark.parametrize("exclude", ["4.*", ("4.weight", "norms"), "biases"])

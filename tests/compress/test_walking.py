@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bayesadam.compress.walking import Walk
 from bayesadam.errors import BayesAdamWarning, MatchError
-from cases import mlp
+from cases import mlp, state_of
 from compress.cases_compress import Twice
 
 
@@ -60,14 +60,12 @@ def failing(matrix: Any, w: Any, moments: Any) -> Any:
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_left_of_a_walk_that_fails(at: int, keys: dict[str, Any], match: str, training: bool) -> None:
     model, small = Twice().train(training), Twice().train(training)
-    threads, weights = threading.enumerate(), {name: p.clone() for name, p in model.named_parameters()}
+    threads, before = threading.enumerate(), (state_of(model), state_of(small)["hooks"])
     with pytest.raises((MatchError, KeyError), match=match) as caught:
         walked(model, **{"inputs": torch.randn(150, 4), "forward": raising(at) if at else None, "small": small, **keys})
     assert threading.enumerate() == threads
-    for module in (*model.modules(), *small.modules()):
-        assert not module._forward_hooks
-        assert module.training == training
-    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert (state_of(model), state_of(small)["hooks"]) == before
+    assert all(module.training == training for module in small.modules())
     assert caught.value.__traceback__ is not None
 
 

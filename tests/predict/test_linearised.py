@@ -1,4 +1,4 @@
-"""Linearised variances and covariances against a whole Jacobian in float64, over the table of networks."""
+"""Linearised variances and covariances against a whole Jacobian in float64: of a table of networks, and of random ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,12 +41,24 @@ from predict.cases_networks import (
     relative_error,
     spread_inputs,
 )
+from predict.cases_random import (
+    FAMILIES,
+    STRUCTURES,
+    Family,
+    attention,
+    bilinear,
+    error_of_random,
+    experts,
+    mixed_precision,
+    transformers,
+)
 
 pytestmark = [
     # torch says so where an operation has no batching rule of its own; the numbers are the same.
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
     # Eight recorded gradients are few.
     pytest.mark.filterwarnings("ignore:the posterior has .* gradients behind it"),
+    pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated"),
 ]
 
 by_name = {network.name: network for network in NETWORKS}
@@ -162,7 +175,6 @@ def test_several_variances_of_one_mean_take_one_pass(monkeypatch: pytest.MonkeyP
         assert_close(covariance[i], found.covariance)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 def test_a_recurrent_layer_whose_weights_are_made_of_others():
     """Those have gradients through it."""
     layer = nn.utils.weight_norm(nn.LSTM(3, 4, batch_first=True), "weight_hh_l0").double()
@@ -482,3 +494,53 @@ def test_weights_without_curvature_or_prior_are_refused_not_turned_into_nan():
         with pytest.raises(ImproperError, match=r"'0.weight': 4 of 12"):
             run(posterior.replace(prior_precision=0.0), x)
     assert torch.isfinite(linearised(posterior, x).variance).all()
+
+
+# --- random networks --------------------------------------------------------------------------------------------------
+
+
+# Matrices of one row and one column have no eigenbases.
+_MAY_BE_REFUSED = "no parameter has eigenbases"
+
+
+def outcome(family: Family, seed: int, structure: str) -> str:
+    try:
+        error = error_of_random(family, seed, structure)
+    except BayesAdamError as refusal:
+        if _MAY_BE_REFUSED in str(refusal):
+            return "refused"
+        raise
+    tolerance = 2e-3 if family is mixed_precision else 1e-7
+    assert error <= tolerance, f"{family.__name__}, seed {seed}, {structure}: an error of {error:.2g}"
+    return "right"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
+def test_a_random_network_is_predicted_right(family: Family):
+    seed = FAMILIES.index(family)
+    assert outcome(family, seed, STRUCTURES[seed % len(STRUCTURES)]) == "right"
+
+
+@pytest.mark.parametrize(
+    ("family", "seed", "structure"),
+    [
+        (attention, 62, "kronecker"),
+        (transformers, 64, "kronecker"),
+        (bilinear, 101, "diagonal"),
+        (attention, 207, "inputs"),
+        (experts, 303, "inputs"),
+    ],
+)
+def test_what_was_wrong_before_or_an_error_of_torchs(family: Family, seed: int, structure: str):
+    assert outcome(family, seed, structure) == "right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_random_networks(part: int):
+    counts: Counter[str] = Counter()
+    for seed in range(100 * part, 100 * (part + 1)):
+        torch.manual_seed(seed)
+        family, structure = FAMILIES[seed % len(FAMILIES)], STRUCTURES[seed % len(STRUCTURES)]
+        counts[outcome(family, seed, structure)] += 1
+    assert counts["refused"] <= 3

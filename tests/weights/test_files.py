@@ -24,7 +24,7 @@ from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingErr
 from bayesadam.readers import format_of, read_checkpoint, read_curvature
 from bayesadam.readers.compression import decode, encode, outline, probe, widened
 from bayesadam.readers.formats.lazy import Lazy
-from cases import mlp, soap, train, trained
+from cases import mlp, rewrite, soap, train, trained
 from floats import approx, assert_close
 
 COMPRESSIONS = (None, "factored")
@@ -87,11 +87,6 @@ def test_the_file_holds_named_tensors_and_a_json_header(tmp_path):
         ba.GaussianWeights.open(path, power=0.7)
 
 
-def rewrite(path: Path, **changes: object) -> None:
-    tensors, header = storage.read(path)
-    save_file(tensors, path, metadata={"bayesadam": json.dumps({**header, **changes})})
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -108,7 +103,7 @@ def rewrite(path: Path, **changes: object) -> None:
 def test_headers_that_cannot_be_read(tmp_path, changes, match):
     path = tmp_path / "p.safetensors"
     build().save(path)
-    rewrite(path, **changes)
+    rewrite(path, lambda header, _: header.update(changes))
     with pytest.raises(FileError, match=match):
         ba.Posterior.load(path, mlp(3, 5, 2))
 
@@ -125,8 +120,7 @@ def test_headers_that_cannot_be_read(tmp_path, changes, match):
 def test_tensors_that_do_not_fit_together(tmp_path, key, change):
     path = tmp_path / "p.safetensors"
     build().save(path)
-    tensors, header = storage.read(path)
-    save_file({**tensors, key: change(tensors[key])}, path, metadata={"bayesadam": json.dumps(header)})
+    rewrite(path, lambda _, tensors: tensors.update({key: change(tensors[key])}))
     with pytest.raises(FileError, match="damaged"):
         ba.GaussianWeights.open(path)
 
