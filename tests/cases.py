@@ -21,11 +21,15 @@ def quick_of(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(sizes):
         layers += [nn.Linear(wide, narrow), activation()]
     return nn.Sequential(*layers[:-1])
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

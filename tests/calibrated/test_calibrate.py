@@ -237,20 +237,18 @@ def test_settings_that_mean_nothing(name, settings, message):
 
 def test_what_is_no_held_out_data():
     q, (x, y) = trained("classification"), blobs(50, 200)
-    with pytest.raises(SettingError, match="no likelihood yet"):
-        ba.calibrate(q.model, (x, y))
-    with pytest.raises(SettingError, match="takes a Posterior or a torch module"):
-        ba.calibrate((x, y), q)
-    with pytest.raises(MatchError, match="no held-out data"):
-        ba.calibrate(q, iter(()))
-    with pytest.raises(MatchError, match="nothing to score"):
-        ba.calibrate(q, (x, torch.full_like(y, -100)))
-    with pytest.raises(CalibrationError, match="not finite"):
-        ba.calibrate(q, (x * float("nan"), y))
-    with pytest.raises(MatchError, match="NaN or infinite"):
-        ba.calibrate(trained("regression"), (waves(30, 0)[0], torch.full((30, 2), float("nan"))))
-    with pytest.raises(MatchError, match="class indices of shape"):
-        ba.calibrate(q, (x, y[:, None]))
+    numbers = waves(30, 0)[0], torch.full((30, 2), math.nan)
+    for model, held_out, error, match in (
+        (q.model, (x, y), SettingError, "no likelihood yet"),
+        ((x, y), q, SettingError, "takes a Posterior or a torch module"),
+        (q, iter(()), MatchError, "no held-out data"),
+        (q, (x, torch.full_like(y, -100)), MatchError, "nothing to score"),
+        (q, (x * math.nan, y), CalibrationError, "not finite"),
+        (trained("regression"), numbers, MatchError, "NaN or infinite"),
+        (q, (x, y[:, None]), MatchError, "class indices of shape"),
+    ):
+        with pytest.raises(error, match=match):
+            ba.calibrate(model, held_out)
 
 
 WARNINGS = {

@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
 from cases import quick_of, rewrite
 from floats import assert_close
+from formats.same import Evil
 from predict.cases_networks import Lambda, Then
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
@@ -236,25 +238,22 @@ def test_a_state_that_is_no_tensor_is_refused(tmp_path):
 
 
 def test_files_of_others_are_refused(tmp_path):
-    net = calibrated("classification")
-    net.save(tmp_path / "net.safetensors")
-    with pytest.raises(FileError, match="another model"):
-        ba.load(tmp_path / "net.safetensors", nn.Linear(2, 3))
-    with pytest.raises(SettingError, match="without forward="):
-        ba.load(tmp_path / "net.safetensors", trained("classification").model, forward=lambda m, x: m(x))
-    trained("classification").save(tmp_path / "posterior.safetensors")
-    with pytest.raises(FileError, match=r"net\.save"):
-        ba.load(tmp_path / "posterior.safetensors", trained("classification").model)
-    with pytest.raises(SettingError, match=r"ba\.load\(path, model\)"):
-        ba.load(tmp_path / "net.safetensors")
-    with pytest.raises(SettingError, match="must end in"):
-        net.save(tmp_path / "net.bin")
-    with pytest.raises(SettingError, match="a program takes torch tensors with a row for each"):
-        net.save(tmp_path / "net.pt2", [1.0])
-    with pytest.raises(SettingError, match="onnxruntime"):
-        ba.load("net.onnx")
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.pt2"):
-        ba.load(tmp_path / "nowhere.pt2")
+    net, model = calibrated("classification"), trained("classification").model
+    path, posterior, absent = (tmp_path / f"{name}.safetensors" for name in ("net", "posterior", "absent"))
+    net.save(path)
+    trained("classification").save(posterior)
+    for use, error, match in (
+        (lambda: ba.load(path, nn.Linear(2, 3)), FileError, "another model"),
+        (lambda: ba.load(path, model, forward=lambda m, x: m(x)), SettingError, "without forward="),
+        (lambda: ba.load(posterior, model), FileError, r"net\.save"),
+        (lambda: ba.load(path), SettingError, r"ba\.load\(path, model\)"),
+        (lambda: net.save(tmp_path / "net.bin"), SettingError, "must end in"),
+        (lambda: net.save(tmp_path / "net.pt2", [1.0]), SettingError, "a program takes torch tensors with a row for"),
+        (lambda: ba.load("net.onnx"), SettingError, "onnxruntime"),
+        (lambda: ba.load(absent.with_suffix(".pt2")), FileNotFoundError, r"absent\.pt2"),
+    ):
+        with pytest.raises(error, match=match):
+            use()
 
 
 class Jumpy(nn.Linear):
@@ -361,23 +360,18 @@ def test_texts_with_a_mask_through_an_encoder(network, tmp_path):
     assert_close(again.novelty, expected.novelty)
 
 
-class Encoder(nn.Module):
-    def __init__(self, *, pooled: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.words, self.encoder = nn.Embedding(20, 8), nn.TransformerEncoder(layer, 1)
-        self.head, self.pooled = nn.Linear(8, 3), pooled
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        z = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
-        return self.head(z[:, 0] if self.pooled else z)
-
-
 def encoder_case(*, pooled: bool) -> tuple[ba.Calibrated, dict[str, Tensor]]:
     mask = (torch.arange(7) < torch.randint(2, 7, (60, 1))).long()
     batch = {"input_ids": torch.randint(1, 20, (60, 7)) * mask, "attention_mask": mask}
     y = torch.randint(3, (60,) if pooled else (60, 7))
-    return ba.calibrate(Encoder(pooled=pooled).eval(), (batch, y), likelihood="classification"), batch
+
+    def forward(self: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        z = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
+        return self.head(z[:, 0] if pooled else z)
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    model = Lambda(forward, words=nn.Embedding(20, 8), encoder=encoder, head=nn.Linear(8, 3)).eval()
+    return ba.calibrate(model, (batch, y), likelihood="classification"), batch
 
 
 def test_an_encoder_with_padding_is_calibrated():
@@ -385,11 +379,6 @@ def test_an_encoder_with_padding_is_calibrated():
     alone = net({name: t[3:4] for name, t in batch.items()})
     assert_close(alone.probs, net(batch).probs[3:4])
     assert "encoder.layers.0.linear1" in net.layers
-
-
-class Harmful:
-    def __reduce__(self) -> tuple[object, ...]:
-        return pytest.fail, ("unpickled",)
 
 
 def with_parts(source: Path, **changed: bytes | None) -> None:
@@ -415,10 +404,10 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
     entry = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
     config = json.dumps({"config": {"x": entry}}).encode()
     for parts in (
-        {"data/sample_inputs/model.pt": pickle.dumps(Harmful(), 2)},
+        {"data/sample_inputs/model.pt": pickle.dumps(Evil(tmp_path / "ran"), 2)},
         {
             "data/constants/model_constants_config.json": config,
-            "data/constants/opaque_obj_0": pickle.dumps(Harmful(), 2),
+            "data/constants/opaque_obj_0": pickle.dumps(Evil(tmp_path / "ran"), 2),
         },
         {"data/aotinductor/model/x.so": b"code"},
         {"models/model.json": None},
@@ -428,6 +417,7 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
         with_parts(path, **parts)
         with pytest.raises(FileError, match=r"net\.pt2"):
             ba.load(path)
+    assert not (tmp_path / "ran").exists()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FileError, match="damaged"):
         ba.load(path)

@@ -109,8 +109,14 @@ def graph(self: Any, nodes: Tensor, crystal: Tensor) -> Tensor:
     return self.b(z.new_zeros(int(crystal.max()) + 1, z.shape[1]).index_add(0, crystal, z))
 
 
-def one_step_of_many(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x[:, 0], torch.arange(len(x))
+@pytest.mark.parametrize(
+    ("function", "inputs"), [(mixes, lambda x: x[:, 0]), (graph, lambda x: (x[:, 0], torch.arange(len(x))))]
+)
+def test_a_model_that_mixes_examples_is_refused(function: Any, inputs: Any):
+    """Also where the rows are nodes, and each graph happens to have one."""
+    held_out = [(inputs(x), y) for x, y in batches(6, 1)]
+    with pytest.raises(MatchError, match="must depend on that example alone"):
+        ba.calibrate(Lambda(function, **pair()), held_out, likelihood="regression")
 
 
 def routed(self: Any, x: Tensor) -> Tensor:
@@ -118,18 +124,6 @@ def routed(self: Any, x: Tensor) -> Tensor:
     rows = x[:, 0] > 0
     z[rows] = self.b(self.a(x[rows]).tanh())
     return z
-
-
-def test_a_model_that_mixes_examples_is_refused():
-    held_out = [(x[:, 0], y) for x, y in batches(6, 1)]
-    with pytest.raises(MatchError, match="must depend on that example alone"):
-        ba.calibrate(Lambda(mixes, **pair()), held_out, likelihood="regression")
-
-
-def test_rows_of_nodes_are_refused_also_where_each_graph_has_one():
-    held_out = [(one_step_of_many(x), y) for x, y in batches(6, 1)]
-    with pytest.raises(MatchError, match="must depend on that example alone"):
-        ba.calibrate(Lambda(graph, **pair()), held_out, likelihood="regression")
 
 
 def test_outputs_that_are_not_of_the_examples_are_refused():

@@ -44,10 +44,15 @@ def solved(a: Any, c: Any, w: Any, kept: Any) -> Any:
     return new
 
 
-def exact(model: nn.Sequential, masks: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The conditioned parameters: an output of a layer is linear in its parameters, with a Jacobian."""
+def exact(
+    model: nn.Sequential, masks: Mapping[str, Tensor], dense: Tensor, small: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The conditioned parameters: an output of a layer is linear in its parameters, with a Jacobian.
+
+    The inputs are those of the dense network, and of the pruned one where they differ.
+    """
     found: dict[str, Tensor] = {}
-    dense = small = x
+    small = dense if small is None else small
     for index, layer in enumerate(model):
         z, own = layer(dense), dict(layer.named_parameters())
         if isinstance(layer, nn.Linear | _ConvNd | Conv1D):
@@ -69,6 +74,13 @@ def exact(model: nn.Sequential, masks: Mapping[str, Tensor], x: Tensor) -> dict[
         found |= {f"{index}.{key}": p.detach() for key, p in own.items()}
         dense, small = z, functional_call(layer, own, small)
     return found
+
+
+def assert_exact(mean: Mapping[str, Tensor], model: nn.Module, name: str, masks: Any, *inputs: Tensor) -> None:
+    """Of one layer of the dense network."""
+    layer = model.get_submodule(name)
+    expected = exact(nn.Sequential(layer), {f"0.{key}": masks[f"{name}.{key}"] for key in layer.state_dict()}, *inputs)
+    assert_close({key: mean[f"{name}.{key[2:]}"] for key in expected}, expected, rtol=1e-6)
 
 
 def test_a_bias_that_the_posterior_does_not_hold_stays(tmp_path: Any) -> None:
@@ -214,12 +226,7 @@ def test_a_layer_used_twice_meets_both_inputs_of_the_dense_network() -> None:
     model, x = Twice().double(), correlated(100, 4)
     masks = some(model)
     small = condition(posterior_of(model), masks, x)
-    seen = torch.cat([x, model.layer(x).tanh()])
-    expected = exact(
-        nn.Sequential(model.layer), {"0.weight": masks["layer.weight"], "0.bias": masks["layer.bias"]}, seen
-    )
-    assert_close(small.mean["layer.weight"], expected["0.weight"], rtol=1e-8)
-    assert_close(small.mean["layer.bias"], expected["0.bias"], rtol=1e-8)
+    assert_exact(small.mean, model, "layer", masks, torch.cat([x, model.layer(x).tanh()]))
 
 
 def test_experts_that_some_batches_use() -> None:
@@ -233,23 +240,13 @@ def test_experts_that_some_batches_use() -> None:
     masks, batches = some(model), (x.abs(), -x.abs(), x.abs() / 2)
     with pytest.warns(BayesAdamWarning, match=r"no input reaches experts\.2\.weight"):
         small = condition(posterior_of(model), masks, iter(batches))
-    hidden: dict[str, list[Tensor]] = {"small": [], "dense": []}
+    dense, pruned = [], []
     for index, inputs in ((0, batches[1]), (1, torch.cat([batches[0], batches[2]]))):
-        one = nn.Sequential(model.experts[index])
-        of_one = {f"0.{key}": masks[f"experts.{index}.{key}"] for key in ("weight", "bias")}
-        expected = exact(one, of_one, inputs)
-        for key in ("weight", "bias"):
-            assert_close(small.mean[f"experts.{index}.{key}"], expected[f"0.{key}"], rtol=1e-8)
-        hidden["dense"].append(model.experts[index](inputs).tanh())
-        hidden["small"].append(small.model.experts[index](inputs).tanh())
+        assert_exact(small.mean, model, f"experts.{index}", masks, inputs)
+        dense.append(model.experts[index](inputs).tanh())
+        pruned.append(small.model.experts[index](inputs).tanh())
     # The head has seen what both of them give.
-    a, z = (torch.cat(hidden[key]).detach() for key in ("small", "dense"))
-    r = F.pad(a, (0, 1), value=1.0).numpy()
-    for row in range(2):
-        w = torch.cat([model.head.weight[row], model.head.bias[row, None]]).detach().numpy()
-        kept = F.pad(masks["head.weight"][row], (0, 1), value=True).numpy()
-        new = solved(r.T @ r / len(r), r.T @ model.head(z)[:, row].detach().numpy() / len(r), w, kept)
-        assert_close(small.mean["head.weight"][row], torch.from_numpy(new[:4]), rtol=1e-8)
+    assert_exact(small.mean, model, "head", masks, torch.cat(dense).detach(), torch.cat(pruned).detach())
     assert torch.equal(small.mean["experts.2.weight"], model.experts[2].weight * masks["experts.2.weight"])
 
 
@@ -336,13 +333,9 @@ def test_an_adapters_base_is_conditioned() -> None:
 
 def test_inputs_are_known_to_a_posterior_with_them() -> None:
     model, x = deep(), correlated(150, 6)
-    dense = posterior_of(model, delta=1.0).with_inputs(x)
-    small = condition(dense, masks := some(model))
-    for index, inputs in ((0, x), (3, model[0](x).tanh())):
-        of_one = {f"0.{key}": masks[f"{index}.{key}"] for key in ("weight", "bias")}
-        expected = exact(nn.Sequential(model[index]), of_one, inputs.detach())
-        for key in ("weight", "bias"):
-            assert_close(small.mean[f"{index}.{key}"], expected[f"0.{key}"], rtol=1e-6)
+    small = condition(posterior_of(model, delta=1.0).with_inputs(x), masks := some(model))
+    for name, inputs in (("0", x), ("3", model[0](x).tanh().detach())):
+        assert_exact(small.mean, model, name, masks, inputs)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(5, 4), nn.Conv1d(3, 4, 2), Conv1D(5, 4)])

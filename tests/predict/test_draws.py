@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 import bayesadam as ba
 from bayesadam.predict import linearised, linearised_draws, sampled
-from cases import mlp
+from cases import mlp, seeded
 from floats import assert_close
 from predict.cases_networks import (
     NETWORKS,
@@ -21,6 +21,7 @@ from predict.cases_networks import (
     Then,
     jacobian,
     normal,
+    parameters_of,
     posterior_over,
     spread_inputs,
 )
@@ -30,10 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 KINDS: dict[str, Callable[..., Any]] = {"sampled": sampled, "linearised": linearised_draws}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def narrow(model: nn.Module) -> ba.Posterior:
@@ -48,7 +45,7 @@ def test_draws_are_those_of_the_weights(network: Network):
     posterior, generator = narrow(model), seeded()
     found = {kind: draw(posterior, inputs, 2, generator=seeded()) for kind, draw in KINDS.items()}
     output, caller = spread_inputs(model, inputs), Lambda(lambda self, x: spread_inputs(self.model, x), model=model)
-    j = jacobian(model, list(posterior.mean), output)
+    j = jacobian(parameters_of(posterior), output)
     for i in range(2):
         theta = posterior.sample(generator=generator)
         with torch.no_grad():

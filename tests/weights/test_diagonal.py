@@ -11,42 +11,15 @@ from torch.distributions import Normal
 
 import bayesadam as ba
 from bayesadam.errors import ImproperError, MatchError, SettingError
-from cases import mlp, train, trained
+from cases import mlp, seeded, train, trained
 from floats import approx, assert_close
 
 N = 500
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def build(**settings: object) -> ba.Posterior:
     model, optimizer = trained()
     return ba.Posterior.from_optimizer(model, optimizer, N, **{"prior_precision": 2.0, **settings})
-
-
-def v_hat(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """Adam's bias-corrected second moment, from its definition."""
-    state = optimizer.state[parameter]
-    return state["exp_avg_sq"].double() / (1 - 0.999 ** float(state["step"]))
-
-
-@pytest.mark.parametrize("form", ["map", "likelihood"])
-@pytest.mark.parametrize(
-    ("power", "batch_size", "delta"), [(0.5, None, 3.0), (0.5, 8, 0.0), (1.0, 8, 0.0), (0.25, None, 3.0), (0.8, 8, 3.0)]
-)
-def test_mean_and_variance_are_the_equations(power, batch_size, delta, form):
-    model, optimizer = trained()
-    q = ba.Posterior.from_optimizer(model, optimizer, N, prior_precision=delta, power=power, batch_size=batch_size)
-    q = q.replace(form=form)
-    for name, parameter in model.named_parameters():
-        theta = parameter.detach().double()
-        data = N * float(batch_size or 1) ** (2 * power - 1) * v_hat(optimizer, parameter) ** power
-        mean = theta * (data / (data + delta) if form == "likelihood" else 1.0)
-        assert_close(q.variance[name].double(), 1 / (data + delta), rtol=1e-5)
-        assert_close(q.mean[name].double(), mean, rtol=1e-5, atol=1e-9)
-        assert_close(q.snr()[name].double(), mean.abs() * (data + delta).sqrt(), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.1, 0.02), (0.1, 0.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from functools import cache, partial
 
 import pytest
@@ -17,16 +18,12 @@ import bayesadam as ba
 from bayesadam import Mixture
 from bayesadam.errors import BayesAdamWarning, FileError, ImproperError, MatchError, SettingError
 from bayesadam.weights.networks import copy_into
-from cases import mlp, rewrite, state_of, train, trained
+from cases import mlp, rewrite, seeded, state_of, train, trained
 from floats import approx, assert_close
 from weights.cases_structures import DELTA, N, Net, dense, posterior_of
 from weights.cases_structures import flat as flat_as
 
 WEIGHTS = (0.5, 0.2, 0.3)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @cache
@@ -214,29 +211,22 @@ def test_a_round_trip_is_exact(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """A network with running statistics and a frozen layer, which differ from one training to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(3, 4).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.frozen(x)).tanh())
+    layers = {"frozen": nn.Linear(3, 4).requires_grad_(False), "norm": nn.BatchNorm1d(4), "head": nn.Linear(4, 2)}
+    return nn.Sequential(OrderedDict(layers))
 
 
-def normed(seed: int) -> ba.Posterior:
+def of_normed(seed: int) -> ba.Posterior:
     torch.manual_seed(seed)
-    model = Normed()
+    model = normed()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
     train(model, optimizer, steps=5, seed=seed)
     return ba.Posterior.from_optimizer(model.eval(), optimizer, N, prior_precision=1.0)
 
 
 def test_what_the_networks_have_besides_is_kept(tmp_path):
-    mixed, model = Mixture([normed(0), normed(1)]), Normed()
+    mixed, model = Mixture([of_normed(0), of_normed(1)]), normed()
     mixed.save(tmp_path / "m")
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     loaded = Mixture.load(tmp_path / "m", model)
