@@ -22,7 +22,7 @@ from bayesadam.calibrated.programs import Exported
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
-from cases import quick_of, rewrite
+from cases import quick_of, rewrite, state_of
 from floats import assert_close
 from formats.same import Evil
 from predict.cases_networks import Lambda, Then
@@ -453,12 +453,10 @@ def test_one_number_an_example(name, tmp_path):
 def test_the_users_model_is_left_alone():
     q = trained("classification")
     q.model.train()
-    flags = [p.requires_grad for p in q.model.parameters()]
+    before = state_of(q.model), [p.requires_grad for p in q.model.parameters()]
     try:
         net = ba.calibrate(q, blobs(100, 200))
-        assert q.model.training
-        assert [p.requires_grad for p in q.model.parameters()] == flags
-        assert not any(m._forward_pre_hooks for m in q.model.modules())
+        assert (state_of(q.model), [p.requires_grad for p in q.model.parameters()]) == before
         assert not net.train().training
     finally:
         q.model.eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -21,19 +20,13 @@ P = nn.Parameter
 STRUCTURES = ("diagonal", "inputs", "kronecker")
 
 
-@dataclass
 class Sizes:
     """Numbers of one random network: b examples, t positions, k features, c outputs, all of them 1 to 4."""
 
-    r: Random
-    b: int = field(init=False)
-    t: int = field(init=False)
-    k: int = field(init=False)
-    c: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.b, self.t, self.k, self.c = (self.r.randint(1, 4) for _ in range(4))
-        self.b += self.r.choice((0, 0, 3))
+    def __init__(self, r: Random) -> None:
+        self.r = r
+        self.b, self.t, self.k, self.c = (r.randint(1, 4) for _ in range(4))
+        self.b += r.choice((0, 0, 3))
 
     def act(self) -> Callable[[Tensor], Tensor]:
         """A nonlinearity."""
@@ -227,29 +220,22 @@ def cells(s: Sizes) -> Made:
 
 def convolutions(s: Sizes) -> Made:
     dims, groups = s.r.choice((1, 1, 2, 3)), s.r.choice((1, 1, 2))
-    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-    kernel, mode = s.r.randint(1, 3 if dims < 3 else 2), s.r.choice(("zeros", "circular", "reflect", "replicate"))
+    channels, outputs, stride = groups * s.r.randint(1, 2), groups * s.r.randint(1, 2), s.r.choice((1, 2))
     options: dict[str, Any] = {"dilation": s.r.choice((1, 1, 2)), "groups": groups, "bias": s.maybe()}
-    options["padding_mode"] = mode
-    if s.maybe():
-        options |= {"padding": "same"}
+    if s.r.random() < 0.3:
+        kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+        layer, side = kind(channels, outputs, 2, stride, **options), 3
     else:
-        options |= {"stride": s.r.choice((1, 2)), "padding": s.r.choice((0, 1))}
-    layer, side = kind(groups * s.r.randint(1, 2), groups * s.r.randint(1, 2), kernel, **options), 5 if dims < 3 else 3
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        kernel, side = s.r.randint(1, 3 if dims < 3 else 2), 5 if dims < 3 else 3
+        options["padding_mode"] = s.r.choice(("zeros", "circular", "reflect", "replicate"))
+        options |= {"padding": "same"} if s.maybe() else {"stride": stride, "padding": s.r.choice((0, 1))}
+        layer = kind(channels, outputs, kernel, **options)
     if s.maybe():
-        return _ended(s, lambda self, x: self.layer(x).tanh(), layer=layer), s.flat(layer.in_channels, *[side] * dims)
+        return _ended(s, lambda self, x: self.layer(x).tanh(), layer=layer), s.flat(channels, *[side] * dims)
     # Frames folded into the batch.
-    frames = s.flat(s.t, layer.in_channels, *[side] * dims)
     fold = lambda self, x: few_outputs(self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]))  # noqa: E731
-    return Lambda(fold, layer=layer), frames
-
-
-def transposed_convolutions(s: Sizes) -> Made:
-    dims, groups = s.r.choice((1, 2)), s.r.choice((1, 2))
-    kind, stride = (nn.ConvTranspose1d, nn.ConvTranspose2d)[dims - 1], s.r.choice((1, 2))
-    channels = groups * s.r.randint(1, 2)
-    layer = kind(channels, groups * s.r.randint(1, 2), 2, stride, dilation=s.r.choice((1, 2)), groups=groups)
-    return Lambda(lambda self, x: few_outputs(self.layer(x)), layer=layer), s.flat(channels, *[3] * dims)
+    return Lambda(fold, layer=layer), s.flat(s.t, channels, *[side] * dims)
 
 
 def norms(s: Sizes) -> Made:
@@ -459,7 +445,7 @@ def bags(s: Sizes) -> Made:
 
 FAMILIES: tuple[Family, ...] = (
     gates, scalars, several_uses, tied_embeddings, attention, attention_by_hand, transformers, recurrent, cells,
-    convolutions, transposed_convolutions, norms, experts, bilinear, einsums, parametrised, prelus,
+    convolutions, norms, experts, bilinear, einsums, parametrised, prelus,
     functional, dropouts, transposed_weights, added_products, mixed_precision, positions, layouts, hyper, bags,
 )  # fmt: skip
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -83,16 +81,6 @@ def test_nested_draws(posterior):
             assert state_of(posterior.model)["values"] != outer["values"]
         assert state_of(posterior.model) == outer
     assert state_of(posterior.model) == before
-
-
-def test_training_goes_on_afterwards():
-    model, optimizer = trained()
-    twin, its = copy.deepcopy((model, optimizer))
-    with ba.Posterior.from_optimizer(model, optimizer, 100).sampled():
-        model(torch.randn(4, 3))
-    for network, adam in ((model, optimizer), (twin, its)):
-        train(network, adam, steps=2, seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_the_models_type_and_its_mean_for_good():
