@@ -28,6 +28,7 @@ from floats import assert_close, close
 from predict.cases_networks import (
     METHODS,
     NETWORKS,
+    Conv1D,
     Lambda,
     Network,
     Then,
@@ -186,7 +187,8 @@ def test_a_recurrent_layer_whose_weights_are_made_of_others():
 
 @pytest.mark.parametrize("structure", ["diagonal", "kronecker", "inputs"])
 def test_moments_and_gradients_in_every_structure(structure: str):
-    model, x = mlp(3, 6, 5, 2).double(), normal(5, 3)()
+    """One layer has its inputs first."""
+    model, x = nn.Sequential(Conv1D(3, 6), nn.Tanh(), mlp(6, 5, 2)).double(), normal(5, 3)()
     posterior = posterior_of(structure, model, x)
     assert error_of(posterior, x) <= 1e-7
     x = x[:2].requires_grad_()
