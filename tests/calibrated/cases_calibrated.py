@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.likelihoods import LIKELIHOODS, likelihood
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from cases import seeded
 
 
 def blobs(n: int, seed: int) -> tuple[Tensor, Tensor]:

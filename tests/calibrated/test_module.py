@@ -256,17 +256,11 @@ def test_files_of_others_are_refused(tmp_path):
             use()
 
 
-class Jumpy(nn.Linear):
-    """It asks for values as no program can."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.abs().sum() >= 0 else 2 * x)
-
-
 @pytest.mark.slow
 def test_what_no_program_can_do_is_refused_in_words(tmp_path):
     x = torch.randn(40, 6)
-    net = ba.calibrate(Jumpy(6, 3), (x, torch.arange(40) % 3), likelihood="classification")
+    asking = Lambda(lambda self, x: self.layer(x if x.abs().sum() >= 0 else 2 * x), layer=nn.Linear(6, 3))
+    net = ba.calibrate(asking, (x, torch.arange(40) % 3), likelihood="classification")
     with pytest.raises(SettingError, match=r"torch\.export does not take this network.*\.safetensors"):
         net.save(tmp_path / "net.pt2", x[:2])
     assert not list(tmp_path.iterdir())

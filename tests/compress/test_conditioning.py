@@ -21,9 +21,9 @@ from bayesadam.errors import BayesAdamWarning
 from bayesadam.readers import Rotation
 from bayesadam.weights.diagonal import Diagonal
 from cases import dense_moment, mlp, state_of, train
-from compress.cases_compress import Twice, error, posterior_of
+from compress.cases_compress import error, posterior_of, twice
 from floats import assert_close
-from predict.cases_networks import Conv1D, Lambda
+from predict.cases_networks import Attend, Conv1D, Lambda
 
 
 def some(model: nn.Module, share: float = 0.5, seed: int = 0) -> dict[str, Tensor]:
@@ -136,25 +136,14 @@ class Heads(nn.Module):
         return out
 
 
-class Attending(nn.Module):
-    def __init__(self, **keys: Any) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(4, 2, **keys)
-
-    def forward(self, *given: Tensor) -> Tensor:
-        first = self.attend.batch_first
-        out: Tensor = self.attend(*(x if first else x.transpose(0, 1) for x in given))[0]
-        return out if first else out.transpose(0, 1)
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(("bias", "kdim", "vdim"), [(True, 4, 4), (False, 3, 5)])
 def test_attention_is_four_linear_layers(batch_first: bool, bias: bool, kdim: int, vdim: int) -> None:
-    model = Attending(bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first).double()
+    model = Attend(bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first).double()
     heads = Heads(bias=bias, kdim=kdim, vdim=vdim).double()
 
     def to_heads(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name[7:].replace("out_proj", "out").replace("_proj_", "."): t for name, t in named.items()}
+        found = {name[10:].replace("out_proj", "out").replace("_proj_", "."): t for name, t in named.items()}
         for key in ("weight", "bias")[: bias + (kdim == 4)]:
             found |= {f"{x}.{key}": part for x, part in zip("qkv", found.pop(f"in.{key}").chunk(3), strict=True)}
         return found
@@ -166,15 +155,15 @@ def test_attention_is_four_linear_layers(batch_first: bool, bias: bool, kdim: in
 
 
 def test_the_matrices_that_two_attentions_share_are_left() -> None:
-    model = nn.Sequential(Attending(batch_first=True), Attending(batch_first=True)).double()
-    model[1].attend.out_proj.weight = model[0].attend.out_proj.weight
+    model = nn.Sequential(Attend(batch_first=True), Attend(batch_first=True)).double()
+    model[1].attention.out_proj.weight = model[0].attention.out_proj.weight
     x = correlated(80, 3, 4)
     forward = lambda net, x: net[1](*[net[0](x, x, x)] * 3)  # noqa: E731
     dense, masks = posterior_of(model), some(model)
     small = condition(dense, masks, x, forward=forward)
-    shared = "0.attend.out_proj.weight"
+    shared = "0.attention.out_proj.weight"
     assert torch.equal(small.mean[shared], dense.mode[shared] * masks[shared])
-    for name in ("0.attend.in_proj_weight", "1.attend.in_proj_weight"):
+    for name in ("0.attention.in_proj_weight", "1.attention.in_proj_weight"):
         assert not small.mean[name][~masks[name]].any()
         assert not torch.equal(small.mean[name], dense.mode[name] * masks[name])
 
@@ -223,7 +212,7 @@ def test_padding_does_not_count(turned: bool) -> None:
 
 
 def test_a_layer_used_twice_meets_both_inputs_of_the_dense_network() -> None:
-    model, x = Twice().double(), correlated(100, 4)
+    model, x = twice().double(), correlated(100, 4)
     masks = some(model)
     small = condition(posterior_of(model), masks, x)
     assert_exact(small.mean, model, "layer", masks, torch.cat([x, model.layer(x).tanh()]))

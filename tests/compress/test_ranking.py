@@ -200,15 +200,11 @@ def test_masks_are_on_the_parameters_device() -> None:
 # --- what is left whole -----------------------------------------------------------------------------------------------
 
 
-class Text(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.norm = nn.LayerNorm(8)
-        self.body = nn.Linear(8, 8)
-        self.batch = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 10)
-        self.head.weight = self.embed.weight
+def text() -> nn.Module:
+    layers = {"embed": nn.Embedding(10, 8), "norm": nn.LayerNorm(8), "body": nn.Linear(8, 8)}
+    model = nn.ModuleDict({**layers, "batch": nn.BatchNorm1d(8), "head": nn.Linear(8, 10)})
+    model["head"].weight = model["embed"].weight
+    return model
 
 
 @pytest.mark.parametrize(
@@ -224,7 +220,7 @@ class Text(nn.Module):
     ],
 )
 def test_excluded_parameters_are_whole_and_do_not_count(exclude: Any, whole: set[str]) -> None:
-    posterior = posterior_of(Text())
+    posterior = posterior_of(text())
     found = masks(posterior, 0.5, exclude=exclude)
     eligible = sum(theta.numel() for name, theta in posterior.mode.items() if name not in whole)
     assert found.keys() == posterior.mode.keys()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bayesadam.compress.walking import Walk
 from bayesadam.errors import BayesAdamWarning, MatchError
 from cases import mlp, state_of
-from compress.cases_compress import Twice
+from compress.cases_compress import twice
 
 
 def walked(model: nn.Module, inputs: Any, visit: Any = None, forward: Any = None, small: Any = None) -> None:
@@ -59,7 +59,7 @@ def failing(matrix: Any, w: Any, moments: Any) -> Any:
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_left_of_a_walk_that_fails(at: int, keys: dict[str, Any], match: str, training: bool) -> None:
-    model, small = Twice().train(training), Twice().train(training)
+    model, small = twice().train(training), twice().train(training)
     threads, before = threading.enumerate(), (state_of(model), state_of(small)["hooks"])
     with pytest.raises((MatchError, KeyError), match=match) as caught:
         walked(model, **{"inputs": torch.randn(150, 4), "forward": raising(at) if at else None, "small": small, **keys})
@@ -103,7 +103,7 @@ def test_of_an_endless_loader_the_first_examples_count() -> None:
 
 def test_a_layer_without_positions_keeps_its_weights() -> None:
     with pytest.warns(BayesAdamWarning, match=r"layer\.weight \(0 positions, 1 would do\)"):
-        seen = seen_by_walk(Twice(), torch.randn(20, 4), lambda m, x: m.head(x) + m.layer(x[:0]).sum())
+        seen = seen_by_walk(twice(), torch.randn(20, 4), lambda m, x: m.head(x) + m.layer(x[:0]).sum())
     assert seen == {"head.weight": 20, "layer.weight": 0}
 
 

@@ -220,7 +220,7 @@ def tokens(*shape: int, below: int = 7) -> Callable[[], Tensor]:
 
 
 class Attend(nn.Module):
-    """Attention of one sequence, or of three, mixed down to three outputs."""
+    """Attention of one sequence, or of three, the batch first outside."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Attend(nn.Module):
         if not first:
             q, k, v = (part.transpose(0, 1) for part in (q, k, v))
         mixed, _ = self.attention(q, k, v)
-        return few_outputs(mixed if first else mixed.transpose(0, 1))
+        return mixed if first else mixed.transpose(0, 1)
 
 
 def padded_keys(size: int, keys: int) -> Tensor:
@@ -389,14 +389,14 @@ EMBEDDINGS = [
 ]  # fmt: skip
 
 ATTENTION = [
-    Network("attention", lambda: Attend(batch_first=True), normal(4, 3, 4)),
-    Network("attention-sequence-first-batch-is-length", lambda: Attend(), normal(3, 3, 4)),
-    Network("attention-cross-sequence-first", lambda: Attend(kdim=6, vdim=3, bias=False), lambda: (normal(3, 2, 4)(), normal(3, 5, 6)(), normal(3, 5, 3)())),
+    Network("attention", lambda: after(Attend(batch_first=True)), normal(4, 3, 4)),
+    Network("attention-sequence-first-batch-is-length", lambda: after(Attend()), normal(3, 3, 4)),
+    Network("attention-cross-sequence-first", lambda: after(Attend(kdim=6, vdim=3, bias=False)), lambda: (normal(3, 2, 4)(), normal(3, 5, 6)(), normal(3, 5, 3)())),
     Network("attention-key-padding", lambda: Lambda(lambda self, x, mask: few_outputs(self.attention(x, x, x, key_padding_mask=mask)[0]), attention=nn.MultiheadAttention(4, 2, batch_first=True)), lambda: (normal(3, 4, 4)(), padded_keys(3, 4))),
     # Two heads, a mask each; as wide as the batch that the library may cut, so the model builds it per batch.
     Network("attention-mask-by-head", lambda: Lambda(lambda self, x: few_outputs(self.attention(x, x, x, attn_mask=torch.stack([torch.eye(3), -torch.eye(3)]).to(x).repeat(len(x), 1, 1))[0]), attention=nn.MultiheadAttention(4, 2, batch_first=True)), normal(5, 3, 4)),
     Network("attention-weights-in-the-output", lambda: Lambda(lambda self, x: few_outputs(torch.cat([part.flatten(1) for part in self.attention(x, x, x)], dim=1)), attention=nn.MultiheadAttention(4, 2, batch_first=True)), normal(3, 2, 4), generic=None),
-    Network("attention-zero-key", lambda: Attend(add_zero_attn=True), normal(3, 2, 4), generic=None),
+    Network("attention-zero-key", lambda: after(Attend(add_zero_attn=True)), normal(3, 2, 4), generic=None),
 ]  # fmt: skip
 
 TRANSFORMERS = [
