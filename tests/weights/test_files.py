@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import json
 import stat
 import warnings
@@ -217,7 +216,6 @@ def test_files_are_read_and_written_tensor_by_tensor(saved):
     moments = opened.curvature.second_moment
 
     def watched(name: str) -> torch.Tensor:
-        gc.collect()
         assert all(each() is None for each in seen)
         v = moments[name]
         seen.append(weakref.ref(v))
