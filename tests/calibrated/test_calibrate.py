@@ -15,7 +15,7 @@ from bayesadam.calibrated.doubtful import balance
 from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Moments, likelihood
 from bayesadam.predict.leverage import Ratios
-from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, seeded, trained, waves
+from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, fitted, same_answers, seeded, trained, waves
 from floats import approx, assert_close
 from predict.cases_networks import Lambda, Then
 
@@ -136,18 +136,13 @@ def few_counts(n: int, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.filterwarnings("ignore:these are other data:bayesadam.errors.BayesAdamWarning")
 def test_standard_deviations_and_intervals_of_counts_can_be_believed():
     """Of honest counts and a network that was trained for too long, on inputs like the held-out and far from them."""
-    (x, y), model = few_counts(300, 0), nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(150):
-        optimizer.zero_grad()
-        F.poisson_nll_loss(model(x), y).backward()
-        optimizer.step()
-    q = ba.Posterior.from_optimizer(model, optimizer, 300, batch_size=300, likelihood="poisson")
+    x, y = few_counts(300, 0)
+    q = fitted("poisson", x, y, width=20, steps=150)
     net, tuned = ba.calibrate(q, few_counts(300, 2)), q.with_inputs(x).tune(few_counts(300, 2))
     near, _ = few_counts(1000, 4)
     for inputs, most in ((near, 10.0), (4 * near, 60.0)):
         p = net(inputs)
-        assert_close(p.mean, model(inputs).exp().detach())
+        assert_close(p.mean, q.model(inputs).exp().detach())
         assert float(p.stddev.max()) < most
         assert float(tuned.predict(inputs).stddev.max()) < most
         low, high = p.interval(0.9)

@@ -16,6 +16,7 @@ import bayesadam as ba
 from bayesadam.calibrated.ranges import InputRange, compared, departure, inside, ranged, ranges_of
 from bayesadam.errors import BayesAdamWarning, SettingError
 from bayesadam.likelihoods.conformal import chance_of_novel
+from calibrated.cases_calibrated import fitted
 from floats import assert_close
 from predict.cases_networks import Lambda
 
@@ -141,15 +142,7 @@ def factors(n: int, spread: float, seed: int) -> tuple[Tensor, Tensor]:
 @cache
 def trained() -> ba.Posterior:
     torch.manual_seed(0)
-    x, y = factors(400, 0.15, 1)
-    model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(300):
-        rows = torch.randint(len(x), (64,))
-        optimizer.zero_grad()
-        (model(x[rows]) - y[rows]).square().mean().backward()
-        optimizer.step()
-    return ba.Posterior.from_optimizer(model.eval(), optimizer, len(x), "regression", batch_size=64)
+    return fitted("regression", *factors(400, 0.15, 1), width=32)
 
 
 def test_a_batch_of_another_regime_is_told_once():
