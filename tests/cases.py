@@ -1,12 +1,15 @@
 """Small trained networks shared by the tests."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,11 +19,41 @@ def quick_of(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def mlp(*sizes: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+def mlp(*sizes: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
     layers: list[nn.Module] = []
     for wide, narrow in itertools.pairwise(sizes):
         layers += [nn.Linear(wide, narrow), activation()]
     return nn.Sequential(*layers[:-1])
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """What a call could disturb: tensors with their places, values and gradients; modes, attributes and hooks."""
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    hooks = [[tuple(getattr(m, name)) for name in sorted(vars(m)) if "hooks" in name] for m in model.modules()]
+    return {
+        "modules": [(module.training, sorted(vars(module))) for module in model.modules()],
+        "hooks": hooks,
+        "places": [(name, id(tensor)) for name, tensor in tensors.items()],
+        "storage": [parameter.data_ptr() for parameter in model.parameters()],
+        "values": [tensor.detach().to_dense().tolist() for tensor in tensors.values()],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.tolist()) for p in model.parameters()],
+    }
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> None:
+    """Change the header and the tensors of a saved file; it has no sums then, as files of earlier releases."""
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    (name,) = set(metadata) - {"crc32", "format"}
+    header = json.loads(metadata[name])
+    header.pop("sums", None)
+    change(header, tensors)
+    save_file(tensors, path, metadata={name: json.dumps(header)})
 
 
 def jacobian(model: nn.Module, x: Tensor) -> Tensor:

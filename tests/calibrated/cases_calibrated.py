@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.likelihoods import LIKELIHOODS, likelihood
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from cases import seeded
 
 
 def blobs(n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -40,18 +37,23 @@ def data(name: str, n: int, seed: int) -> tuple[Tensor, Tensor]:
     return (x, torch.poisson((1 + y).clamp(min=0.1), generator=seeded(seed))) if name == "poisson" else (x, y)
 
 
-@cache
-def trained(name: str, seed: int = 0) -> ba.Posterior:
-    torch.manual_seed(seed)
-    kind, (x, y) = likelihood(name), data(name, 300, 100)
-    outputs = 3 if name == "classification" else 2 * kind.outputs_per_target
-    model = nn.Sequential(nn.Linear(x.shape[1], 16), nn.Tanh(), nn.Linear(16, outputs))
+def fitted(name: str, x: Tensor, y: Tensor, *, width: int = 16, steps: int = 300) -> ba.Posterior:
+    """Of a network of one hidden layer, trained by Adam on all the data at once."""
+    kind = likelihood(name)
+    outputs = 3 if name == "classification" else y.shape[1] * kind.outputs_per_target
+    model = nn.Sequential(nn.Linear(x.shape[1], width), nn.Tanh(), nn.Linear(width, outputs))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(300):
+    for _ in range(steps):
         optimizer.zero_grad()
         kind.loss(model(x)[None], y[None]).sum().backward()
         optimizer.step()
-    return ba.Posterior.from_optimizer(model.eval(), optimizer, 300, batch_size=300, likelihood=name)
+    return ba.Posterior.from_optimizer(model.eval(), optimizer, len(x), batch_size=len(x), likelihood=name)
+
+
+@cache
+def trained(name: str, seed: int = 0) -> ba.Posterior:
+    torch.manual_seed(seed)
+    return fitted(name, *data(name, 300, 100))
 
 
 def same_answers(one: ba.Answer, other: ba.Answer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from bayesadam.calibrated.doubtful import balance
 from bayesadam.errors import BayesAdamWarning, CalibrationError, MatchError, SettingError
 from bayesadam.likelihoods import Component, Moments, likelihood
 from bayesadam.predict.leverage import Ratios
-from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, seeded, trained, waves
+from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, fitted, same_answers, seeded, trained, waves
 from floats import approx, assert_close
+from predict.cases_networks import Lambda, Then
 
 CLASSES = ("binary", "classification")
 
@@ -134,45 +136,18 @@ def few_counts(n: int, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.filterwarnings("ignore:these are other data:bayesadam.errors.BayesAdamWarning")
 def test_standard_deviations_and_intervals_of_counts_can_be_believed():
     """Of honest counts and a network that was trained for too long, on inputs like the held-out and far from them."""
-    torch.manual_seed(0)
-    (x, y), model = few_counts(300, 0), nn.Sequential(nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(150):
-        optimizer.zero_grad()
-        F.poisson_nll_loss(model(x), y).backward()
-        optimizer.step()
-    q = ba.Posterior.from_optimizer(model, optimizer, 300, batch_size=300, likelihood="poisson")
+    x, y = few_counts(300, 0)
+    q = fitted("poisson", x, y, width=20, steps=150)
     net, tuned = ba.calibrate(q, few_counts(300, 2)), q.with_inputs(x).tune(few_counts(300, 2))
     near, _ = few_counts(1000, 4)
     for inputs, most in ((near, 10.0), (4 * near, 60.0)):
         p = net(inputs)
-        assert_close(p.mean, model(inputs).exp().detach())
+        assert_close(p.mean, q.model(inputs).exp().detach())
         assert float(p.stddev.max()) < most
         assert float(tuned.predict(inputs).stddev.max()) < most
         low, high = p.interval(0.9)
         assert bool(((low == low.round()) & (high == high.round()) & (low >= 0) & (low <= high)).all())
         assert float(high.max()) < 3 * most
-
-
-# --- forward --------------------------------------------------------------------------------------------------------
-
-
-class Both(nn.Module):
-    """Logits for classes in the middle dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).view(len(x), 3, 2)
-
-
-def test_forward_is_kept():
-    (x, y), model = blobs(100, 200), Both()
-    net = ba.calibrate(model, (x, y), likelihood="classification", forward=lambda m, batch: m(batch)[..., 0])
-    assert net(x).probs.shape == (100, 3)
-    assert_close(net(x).probs.sum(dim=1), torch.ones(100))
 
 
 def test_outputs_of_another_shape_are_refused():
@@ -185,15 +160,14 @@ def test_outputs_of_another_shape_are_refused():
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-class Tagger(nn.Module):
+def tagger() -> nn.Module:
     """A class for each token; padding is left out of the attention's mean."""
+    layers = {"table": nn.Embedding(20, 6), "inner": nn.Linear(6, 6), "head": nn.Linear(6, 4)}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inner, self.head = nn.Embedding(20, 6), nn.Linear(6, 6), nn.Linear(6, 4)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self: Any, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.head(self.inner(self.table(input_ids)).tanh())
+
+    return Lambda(forward, **layers)
 
 
 def tokens(n: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -204,7 +178,7 @@ def tokens(n: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def test_tokens():
-    (inputs, labels), model = tokens(60, 0), Tagger()
+    (inputs, labels), model = tokens(60, 0), tagger()
     net = ba.calibrate(model, (inputs, labels), likelihood="classification")
     p = net(inputs)
     assert (p.probs.shape, p.novelty.shape) == ((60, 5, 4), (60,))
@@ -216,12 +190,8 @@ def test_tokens():
         net({"input_ids": inputs["input_ids"]})
     with pytest.raises(MatchError, match="many positions"):
         ba.calibrate(model, (inputs, labels), likelihood="classification", risk=0.1)
-
-
-def test_tokens_that_are_their_own_labels_are_refused():
-    inputs, _ = tokens(30, 0)
     with pytest.raises(MatchError, match="for the next token"):
-        ba.calibrate(Tagger(), (inputs, inputs["input_ids"]), likelihood="classification")
+        ba.calibrate(model, (inputs, inputs["input_ids"]), likelihood="classification")
 
 
 def test_classes_left_out_do_not_count():
@@ -258,40 +228,29 @@ def test_settings_that_mean_nothing(name, settings, message):
 
 def test_what_is_no_held_out_data():
     q, (x, y) = trained("classification"), blobs(50, 200)
-    with pytest.raises(SettingError, match="no likelihood yet"):
-        ba.calibrate(q.model, (x, y))
-    with pytest.raises(SettingError, match="takes a Posterior or a torch module"):
-        ba.calibrate((x, y), q)
-    with pytest.raises(MatchError, match="no held-out data"):
-        ba.calibrate(q, iter(()))
-    with pytest.raises(MatchError, match="nothing to score"):
-        ba.calibrate(q, (x, torch.full_like(y, -100)))
-    with pytest.raises(CalibrationError, match="not finite"):
-        ba.calibrate(q, (x * float("nan"), y))
-    with pytest.raises(MatchError, match="NaN or infinite"):
-        ba.calibrate(trained("regression"), (waves(30, 0)[0], torch.full((30, 2), float("nan"))))
-    with pytest.raises(MatchError, match="class indices of shape"):
-        ba.calibrate(q, (x, y[:, None]))
+    numbers = waves(30, 0)[0], torch.full((30, 2), math.nan)
+    for model, held_out, error, match in (
+        (q.model, (x, y), SettingError, "no likelihood yet"),
+        ((x, y), q, SettingError, "takes a Posterior or a torch module"),
+        (q, iter(()), MatchError, "no held-out data"),
+        (q, (x, torch.full_like(y, -100)), MatchError, "nothing to score"),
+        (q, (x * math.nan, y), CalibrationError, "not finite"),
+        (trained("regression"), numbers, MatchError, "NaN or infinite"),
+        (q, (x, y[:, None]), MatchError, "class indices of shape"),
+    ):
+        with pytest.raises(error, match=match):
+            ba.calibrate(model, held_out)
 
 
 WARNINGS = {
     "too few": (lambda: (trained("classification"), blobs(10, 200)), "too few to calibrate on"),
     "another scale": (lambda: (trained("regression"), (waves(100, 1)[0], waves(100, 1)[1] / 30)), "scale the targets"),
     "other labels": (
-        lambda: (nn.Sequential(nn.Linear(2, 3), Times(100.0)), blobs(100, 1)),
+        lambda: (Then(nn.Linear(2, 3), lambda z: 100 * z), blobs(100, 1)),
         "worse on the held-out data than a guess",
     ),
     "probabilities": (lambda: (nn.Sequential(nn.Linear(2, 3), nn.Softmax(dim=1)), blobs(100, 1)), "takes logits"),
 }
-
-
-class Times(nn.Module):
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.factor * x
 
 
 @pytest.mark.parametrize("case", WARNINGS)
@@ -304,7 +263,6 @@ def test_what_is_warned_of(case):
 
 
 def test_training_data_are_told():
-    torch.manual_seed(0)
     x, y = torch.randn(60, 4), torch.randint(3, (60,))
     model = nn.Linear(4, 3)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200)
@@ -383,7 +341,6 @@ def test_inputs_of_few_values_are_scored_as_held_out_ones_were(jitter):
 
 def test_sets_of_few_distinct_inputs_hold_every_level():
     """A held-out score and the next of its kind tie, in batches of any size."""
-    torch.manual_seed(0)
     levels = torch.arange(0.5, 0.99, 0.02).tolist()
     model, share = nn.Linear(3, 2), torch.zeros(len(levels))
     for _ in range(30):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import bayesadam as ba
 from bayesadam.predict.leverage import (
@@ -23,6 +23,7 @@ from bayesadam.predict.leverage import (
 from bayesadam.predict.matrices import Matrix, layers_of
 from calibrated.cases_calibrated import blobs, trained
 from floats import assert_close
+from predict.cases_networks import Lambda
 
 
 def layer_of(module: str, width: int, groups: int = 1) -> Matrix:
@@ -134,30 +135,24 @@ def test_the_state_gives_the_column_sums_of_v():
     assert_close(known.factors[0], (sums + RIDGE * sums.mean()).rsqrt())
 
 
-def test_the_input_side_gives_its_own_second_moment():
-    q, x = trained("classification"), blobs(50, 3)[0]
-    known = from_structure(layers_of(q.model, q.mode), q.with_inputs(x).curvature)
-    assert known.source == "inputs"
-    moment = x.T @ x / len(x)
-    ridge = RIDGE * moment.diagonal().mean() * torch.eye(2)
-    w = known.factors[0][0]
-    assert_close(w @ w.T @ (moment + ridge), torch.eye(2), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.filterwarnings("ignore:the posterior has 8 gradients")
-def test_a_kronecker_posterior_gives_its_right_factor():
-    model, (x, y) = trained("classification").model, blobs(64, 1)
-    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 64, 8)]
-    recorder = ba.Recorder.from_batches(model, batches, nn.functional.cross_entropy)
-    q = ba.Posterior.from_recorder(model, recorder, n_data=64, likelihood="classification")
+@pytest.mark.parametrize("source", ["inputs", "gradients"])
+def test_a_structure_gives_its_own_second_moment(source):
+    """The input side that of inputs, a Kronecker posterior the right factor of its gradients."""
+    q, (x, y) = trained("classification"), blobs(64, 1)
+    moment = x.T @ x / len(x)
+    if source == "inputs":
+        q = q.with_inputs(x)
+    else:
+        batches, loss = list(zip(x.split(8), y.split(8), strict=True)), nn.functional.cross_entropy
+        recorder = ba.Recorder.from_batches(q.model, batches, loss)
+        q = ba.Posterior.from_recorder(q.model, recorder, n_data=64, likelihood="classification")
+        weight = q.model[0].weight
+        gradients = [torch.autograd.grad(loss(q.model(inputs), labels), weight)[0] for inputs, labels in batches]
+        moment = sum(g.T @ g for g in gradients) / len(batches)
     known = from_structure(layers_of(q.model, q.mode), q.curvature)
-    assert known.source == "gradients"
-    moment = torch.zeros(2, 2)
-    for inputs, labels in batches:
-        (grad,) = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), labels), [model[0].weight])
-        moment += grad.T @ grad / len(batches)
-    ridge = RIDGE * moment.diagonal().mean() * torch.eye(2)
-    w = known.factors[0][0]
+    assert known.source == source
+    w, ridge = known.factors[0][0], RIDGE * moment.diagonal().mean() * torch.eye(2)
     assert_close(w @ w.T @ (moment + ridge), torch.eye(2), rtol=1e-3, atol=1e-3)
 
 
@@ -213,15 +208,9 @@ def test_ratios_are_means_over_layers_relative_to_medians():
 
 
 def test_a_layer_that_is_mostly_silent_says_nothing_of_novelty(tmp_path: Path) -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.gate, self.out = nn.Linear(3, 4), nn.Linear(3, 4, bias=False), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.out(torch.tanh(self.dense(x)) + self.gate((x - 2).relu()))
-
-    model, x, far = Gated(), torch.randn(200, 3), torch.tensor([[0.0, -2, 2.01], [2.9, -2.9, 2.9], [0, 0, 0]])
+    layers = {"dense": nn.Linear(3, 4), "gate": nn.Linear(3, 4, bias=False), "out": nn.Linear(4, 2)}
+    model = Lambda(lambda self, x: self.out(torch.tanh(self.dense(x)) + self.gate((x - 2).relu())), **layers)
+    x, far = torch.randn(200, 3), torch.tensor([[0.0, -2, 2.01], [2.9, -2.9, 2.9], [0, 0, 0]])
     adam = torch.optim.Adam(model.parameters())
     model(3 * x).square().mean().backward()
     adam.step()

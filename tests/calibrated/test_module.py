@@ -7,25 +7,25 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import bayesadam as ba
-from bayesadam import _storage
-from bayesadam.calibrated import files, programs, ranges
+from bayesadam.calibrated import programs, ranges
 from bayesadam.calibrated.programs import Exported
 from bayesadam.errors import BayesAdamWarning, CalibrationError, FileError, MatchError, SettingError
 from bayesadam.likelihoods import likelihood
 from calibrated.cases_calibrated import NAMES, RISKS, blobs, data, same_answers, trained, waves
+from cases import quick_of, rewrite, state_of
 from floats import assert_close
+from formats.same import Evil
+from predict.cases_networks import Lambda, Then
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")
 
@@ -42,7 +42,7 @@ def same(answers: dict[str, Tensor], p: ba.Answer, rtol: float | None = None) ->
             assert_close(answers[name], expected, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["classification", "regression"])
+@pytest.mark.parametrize("name", quick_of(["classification", "regression"], "classification"))
 def test_it_is_exported_as_it_is(name):
     net, x = calibrated(name), data(name, 20, 300)[0]
     program = torch.export.export(net, (x[:4],), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False)
@@ -62,33 +62,25 @@ def test_it_compiles_whole(name):
     same({k: v for k, v in answer._asdict().items() if v is not None}, expected)
 
 
-class Convolutional(nn.Module):
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4)
-        self.head = nn.Linear(4 * 9, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.first(x)).relu().flatten(1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(3, 5, batch_first=True), nn.Linear(5, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x)[0][:, -1])
-
-
-NETWORKS = {"perceptron": (nn.Linear, (6,)), "cnn": (Convolutional, (1, 8, 8)), "gru": (Recurrent, (4, 3))}
+NETWORKS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
+    "perceptron": (lambda k: nn.Linear(6, k), (6,)),
+    "cnn": (
+        lambda k: nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, k)
+        ),
+        (1, 8, 8),
+    ),
+    "gru": (
+        lambda k: nn.Sequential(Then(nn.GRU(3, 5, batch_first=True), lambda z: z[0][:, -1]), nn.Linear(5, k)),
+        (4, 3),
+    ),
+}
 
 
 def case(network: str, name: str) -> tuple[ba.Calibrated, Tensor]:
     torch.manual_seed(0)
     build, shape = NETWORKS[network]
-    outputs = 3 if name == "classification" else likelihood(name).outputs_per_target
-    model = build(6, outputs) if build is nn.Linear else build(outputs)
+    model = build(3 if name == "classification" else likelihood(name).outputs_per_target)
     x = torch.randn(80, *shape)
     y = torch.randint(2, (80,)) if name == "classification" else torch.randint(2, (80, 1)).float()
     return ba.calibrate(model.eval(), (x[:60], y[:60]), likelihood=name), x[60:]
@@ -115,7 +107,7 @@ def test_onnx_runs_alike(network, name, tmp_path):
     assert json.loads(session.get_modelmeta().custom_metadata_map["bayesadam"])["likelihood"] == name
 
 
-@pytest.mark.parametrize("name", ["binary", "heteroscedastic"])
+@pytest.mark.parametrize("name", quick_of(["binary", "heteroscedastic"], "heteroscedastic"))
 def test_a_program_runs_without_the_model_and_without_this_package(name, tmp_path):
     net, x = calibrated(name, **RISKS[name]), data(name, 20, 300)[0]
     net.save(tmp_path / "net.pt2", level=0.8)
@@ -157,7 +149,6 @@ class Normed(nn.Sequential):
 
 
 def test_a_network_in_half_precision_is_saved_and_loaded_in_it(tmp_path):
-    torch.manual_seed(0)
     x, y = blobs(100, 200)
     net = ba.calibrate(Normed().eval(), (x, y), likelihood="classification").bfloat16()
     net.save(tmp_path / "net.safetensors")
@@ -173,21 +164,11 @@ def test_a_program_takes_the_numbers_that_the_network_takes(tmp_path):
     assert_close(ba.load(tmp_path / "net.pt2")(x).probs, net(x).probs)
 
 
-class Typed(nn.Module):
-    """Weights of several types, and inputs in one of them."""
-
-    def __init__(self, first: nn.Parameter) -> None:
-        super().__init__()
-        self.first, self.head = first, nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x * self.first.to(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 def test_inputs_of_a_type_that_the_model_has_stay(dtype):
-    torch.manual_seed(0)
-    model, x = Typed(nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)), torch.randn(40, 4)
+    """Weights of several types, and inputs in one of them."""
+    first, x = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False), torch.randn(40, 4)
+    model = Lambda(lambda self, x: self.head(x * self.first.to(x)), first=first, head=nn.Linear(4, 3))
     net = ba.calibrate(model, (x, torch.arange(40) % 3), likelihood="classification")
     assert torch.equal(net(x).f_mean, model(x))
 
@@ -250,49 +231,36 @@ def test_outputs_that_are_drawn_are_refused():
 
 def test_a_state_that_is_no_tensor_is_refused(tmp_path):
     net = calibrated("classification")
-    net.model.register_module("memory", Remembering())
+    memory = type("Remembering", (nn.Identity,), {"get_extra_state": lambda self: {"seen": 3}})
+    net.model.register_module("memory", memory())
     with pytest.raises(SettingError, match=r"memory\._extra_state.*a dict"):
         net.save(tmp_path / "net.safetensors")
 
 
-class Remembering(nn.Identity):
-    def get_extra_state(self) -> dict[str, int]:
-        return {"seen": 3}
-
-
 def test_files_of_others_are_refused(tmp_path):
-    net = calibrated("classification")
-    net.save(tmp_path / "net.safetensors")
-    with pytest.raises(FileError, match="another model"):
-        ba.load(tmp_path / "net.safetensors", nn.Linear(2, 3))
-    with pytest.raises(SettingError, match="without forward="):
-        ba.load(tmp_path / "net.safetensors", trained("classification").model, forward=lambda m, x: m(x))
-    trained("classification").save(tmp_path / "posterior.safetensors")
-    with pytest.raises(FileError, match=r"net\.save"):
-        ba.load(tmp_path / "posterior.safetensors", trained("classification").model)
-    with pytest.raises(SettingError, match=r"ba\.load\(path, model\)"):
-        ba.load(tmp_path / "net.safetensors")
-    with pytest.raises(SettingError, match="must end in"):
-        net.save(tmp_path / "net.bin")
-    with pytest.raises(SettingError, match="a program takes torch tensors with a row for each"):
-        net.save(tmp_path / "net.pt2", [1.0])
-    with pytest.raises(SettingError, match="onnxruntime"):
-        ba.load("net.onnx")
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.pt2"):
-        ba.load(tmp_path / "nowhere.pt2")
-
-
-class Jumpy(nn.Linear):
-    """It asks for values as no program can."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.abs().sum() >= 0 else 2 * x)
+    net, model = calibrated("classification"), trained("classification").model
+    path, posterior, absent = (tmp_path / f"{name}.safetensors" for name in ("net", "posterior", "absent"))
+    net.save(path)
+    trained("classification").save(posterior)
+    for use, error, match in (
+        (lambda: ba.load(path, nn.Linear(2, 3)), FileError, "another model"),
+        (lambda: ba.load(path, model, forward=lambda m, x: m(x)), SettingError, "without forward="),
+        (lambda: ba.load(posterior, model), FileError, r"net\.save"),
+        (lambda: ba.load(path), SettingError, r"ba\.load\(path, model\)"),
+        (lambda: net.save(tmp_path / "net.bin"), SettingError, "must end in"),
+        (lambda: net.save(tmp_path / "net.pt2", [1.0]), SettingError, "a program takes torch tensors with a row for"),
+        (lambda: ba.load("net.onnx"), SettingError, "onnxruntime"),
+        (lambda: ba.load(absent.with_suffix(".pt2")), FileNotFoundError, r"absent\.pt2"),
+    ):
+        with pytest.raises(error, match=match):
+            use()
 
 
 @pytest.mark.slow
 def test_what_no_program_can_do_is_refused_in_words(tmp_path):
     x = torch.randn(40, 6)
-    net = ba.calibrate(Jumpy(6, 3), (x, torch.arange(40) % 3), likelihood="classification")
+    asking = Lambda(lambda self, x: self.layer(x if x.abs().sum() >= 0 else 2 * x), layer=nn.Linear(6, 3))
+    net = ba.calibrate(asking, (x, torch.arange(40) % 3), likelihood="classification")
     with pytest.raises(SettingError, match=r"torch\.export does not take this network.*\.safetensors"):
         net.save(tmp_path / "net.pt2", x[:2])
     assert not list(tmp_path.iterdir())
@@ -360,23 +328,15 @@ def test_a_file_that_is_not_the_network_is_removed(monkeypatch, tmp_path):
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"before"]
 
 
-@contextmanager
-def hooked(model: nn.Module, hook: Callable[..., object]) -> Iterator[None]:
-    handle = model.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 def test_nan_is_out_of_range_and_novel_whatever_the_minimum_says(monkeypatch):
     """The minimum of onnxruntime, and its recurrent layers, skip NaN."""
     net, (x, _) = calibrated("regression", risk=0.1, tolerance=0.7), waves(3, 300)
     x[1] = torch.nan
     monkeypatch.setattr(ranges, "_ends", lambda leaf: (leaf.nan_to_num().amin(1), leaf.nan_to_num().amax(1)))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with hooked(net.model, lambda _, args: (args[0].nan_to_num(),)):
-        p = net(x)
+    handle = net.model.register_forward_pre_hook(lambda _, args: (args[0].nan_to_num(),))
+    p = net(x)
+    handle.remove()
     assert p.in_range.tolist() == [True, False, True]
     assert not p.answered[1]
     assert p.novelty.isinf().tolist() == [False, True, False]
@@ -387,7 +347,6 @@ def test_nan_is_out_of_range_and_novel_whatever_the_minimum_says(monkeypatch):
 @pytest.mark.parametrize("network", ["pooled", "tokens"])
 def test_texts_with_a_mask_through_an_encoder(network, tmp_path):
     """Torch's own encoder makes nested tensors of texts with padding, which have no shape."""
-    torch.manual_seed(0)
     net, batch = encoder_case(pooled=network == "pooled")
     net.save(tmp_path / "net.pt2", {name: t[:2] for name, t in batch.items()})
     again, expected = ba.load(tmp_path / "net.pt2")(batch), net(batch)
@@ -395,36 +354,25 @@ def test_texts_with_a_mask_through_an_encoder(network, tmp_path):
     assert_close(again.novelty, expected.novelty)
 
 
-class Encoder(nn.Module):
-    def __init__(self, *, pooled: bool) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.words, self.encoder = nn.Embedding(20, 8), nn.TransformerEncoder(layer, 1)
-        self.head, self.pooled = nn.Linear(8, 3), pooled
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        z = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
-        return self.head(z[:, 0] if self.pooled else z)
-
-
 def encoder_case(*, pooled: bool) -> tuple[ba.Calibrated, dict[str, Tensor]]:
     mask = (torch.arange(7) < torch.randint(2, 7, (60, 1))).long()
     batch = {"input_ids": torch.randint(1, 20, (60, 7)) * mask, "attention_mask": mask}
     y = torch.randint(3, (60,) if pooled else (60, 7))
-    return ba.calibrate(Encoder(pooled=pooled).eval(), (batch, y), likelihood="classification"), batch
+
+    def forward(self: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        z = self.encoder(self.words(input_ids), src_key_padding_mask=attention_mask == 0)
+        return self.head(z[:, 0] if pooled else z)
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    model = Lambda(forward, words=nn.Embedding(20, 8), encoder=encoder, head=nn.Linear(8, 3)).eval()
+    return ba.calibrate(model, (batch, y), likelihood="classification"), batch
 
 
 def test_an_encoder_with_padding_is_calibrated():
-    torch.manual_seed(0)
     net, batch = encoder_case(pooled=True)
     alone = net({name: t[3:4] for name, t in batch.items()})
     assert_close(alone.probs, net(batch).probs[3:4])
     assert "encoder.layers.0.linear1" in net.layers
-
-
-class Harmful:
-    def __reduce__(self) -> tuple[object, ...]:
-        return pytest.fail, ("unpickled",)
 
 
 def with_parts(source: Path, **changed: bytes | None) -> None:
@@ -450,10 +398,10 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
     entry = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
     config = json.dumps({"config": {"x": entry}}).encode()
     for parts in (
-        {"data/sample_inputs/model.pt": pickle.dumps(Harmful(), 2)},
+        {"data/sample_inputs/model.pt": pickle.dumps(Evil(tmp_path / "ran"), 2)},
         {
             "data/constants/model_constants_config.json": config,
-            "data/constants/opaque_obj_0": pickle.dumps(Harmful(), 2),
+            "data/constants/opaque_obj_0": pickle.dumps(Evil(tmp_path / "ran"), 2),
         },
         {"data/aotinductor/model/x.so": b"code"},
         {"models/model.json": None},
@@ -463,6 +411,7 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
         with_parts(path, **parts)
         with pytest.raises(FileError, match=r"net\.pt2"):
             ba.load(path)
+    assert not (tmp_path / "ran").exists()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FileError, match="damaged"):
         ba.load(path)
@@ -474,14 +423,12 @@ def test_programs_that_are_damaged_or_hold_pickles_are_refused(tmp_path):
 def test_a_damaged_header_is_a_file_error(entry, value, tmp_path):
     path, net = tmp_path / "net.safetensors", calibrated("classification")
     net.save(path)
-    with safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()["bayesadam.calibrated"])
-    _storage.write(path, load_file(path), {**header, entry: value}, files._KIND)
+    rewrite(path, lambda header, _: header.update({entry: value}))
     with pytest.raises(FileError, match="damaged"):
         ba.load(path, net.model)
 
 
-@pytest.mark.parametrize("name", ["regression", "binary", "poisson"])
+@pytest.mark.parametrize("name", quick_of(["regression", "binary", "poisson"], "poisson"))
 def test_one_number_an_example(name, tmp_path):
     """Outputs (batch,), in batches of any size, through a program too; a copy of the network is its own."""
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0))
@@ -500,12 +447,10 @@ def test_one_number_an_example(name, tmp_path):
 def test_the_users_model_is_left_alone():
     q = trained("classification")
     q.model.train()
-    flags = [p.requires_grad for p in q.model.parameters()]
+    before = state_of(q.model), [p.requires_grad for p in q.model.parameters()]
     try:
         net = ba.calibrate(q, blobs(100, 200))
-        assert q.model.training
-        assert [p.requires_grad for p in q.model.parameters()] == flags
-        assert not any(m._forward_pre_hooks for m in q.model.modules())
+        assert (state_of(q.model), [p.requires_grad for p in q.model.parameters()]) == before
         assert not net.train().training
     finally:
         q.model.eval()
@@ -575,7 +520,7 @@ def test_what_does_not_apply():
         few(torch.randn(3, 2)).set(0.9)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick_of(NAMES, "classification", "heteroscedastic"))
 def test_it_is_compiled_in_place(name):
     """From the third batch of a size on; it warns as before, and a move or another type is compiled anew."""
     net, (x, _) = ba.calibrate(trained(name), data(name, 600, 1)), data(name, 8, 5)
@@ -598,29 +543,20 @@ def test_it_is_compiled_in_place(name):
 
 def test_networks_that_are_compiled_share_nothing():
     """Guards that were left out would make one of the others: constants, copies, blocks of one class."""
-
-    class Scaled(nn.Module):
-        def __init__(self, by: float) -> None:
-            super().__init__()
-            self.by, self.layer = by, nn.Linear(2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.by * self.layer(x)
-
     x, nets = blobs(300, 1)[0], list[ba.Calibrated]()
     for by in (0.5, 3.0):
         model = nn.Sequential(Scaled(by), nn.ReLU(), nn.Linear(3, 2), Scaled(2 * by))
         net = ba.calibrate(model, (x, model(x).argmax(dim=1)), likelihood="classification")
-        nets += [net, copy.deepcopy(net)]
+        nets += [net, copy.deepcopy(net)] if by == 0.5 else [net]
     with torch.no_grad():
         for net in nets:
             net.compile(backend="eager")
-            for size in (5, 5, 5, 9, 9, 9):
+            for size in (5, 5, 5, 9, 9, 9) if net is nets[0] else (5, 5, 5):
                 plain = copy.deepcopy(net)
                 plain._compiling = None
                 assert_close(net(x[:size]).probs, plain(x[:size]).probs, rtol=1e-6)
         moved = copy.deepcopy(nets[0])
-        moved.model[0].layer.bias.add_(1)
+        moved.model[0].bias.add_(1)
         assert moved._fast is None
         assert not torch.equal(moved(x[:5]).probs, nets[0](x[:5]).probs)
 

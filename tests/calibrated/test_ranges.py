@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -11,8 +14,11 @@ from torch import Tensor, nn
 
 import bayesadam as ba
 from bayesadam.calibrated.ranges import InputRange, compared, departure, inside, ranged, ranges_of
-from bayesadam.errors import SettingError
+from bayesadam.errors import BayesAdamWarning, SettingError
+from bayesadam.likelihoods.conformal import chance_of_novel
+from calibrated.cases_calibrated import fitted
 from floats import assert_close
+from predict.cases_networks import Lambda
 
 
 def images(n: int, seed: int = 0) -> Tensor:
@@ -102,21 +108,96 @@ def test_what_varied_or_was_not_finite_is_not_compared():
     assert departure(texts, {"input_ids": torch.full((1, 30), 900), "attention_mask": torch.ones(1, 30)}) is None
 
 
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(20, 4), nn.Linear(5, 3)
-
-    def forward(self, tokens: Tensor, size: Tensor) -> Tensor:
-        return self.head(torch.cat([self.table(tokens).mean(dim=1), size], dim=1))
-
-
 def test_an_example_is_made_where_shapes_are_known(tmp_path):
     batch = {"tokens": torch.randint(20, (60, 7)), "size": rows(60)[:, :1]}
-    net = ba.calibrate(Pooled(), (batch, torch.randint(3, (60,))), likelihood="classification")
+    model = Lambda(
+        lambda self, tokens, size: self.head(torch.cat([self.table(tokens).mean(dim=1), size], dim=1)),
+        table=nn.Embedding(20, 4),
+        head=nn.Linear(5, 3),
+    )
+    net = ba.calibrate(model, (batch, torch.randint(3, (60,))), likelihood="classification")
     net.save(tmp_path / "net.pt2")
     program = torch.export.load(tmp_path / "net.pt2").module()
     assert_close(program(batch)["probs"], net(batch).probs)
     object.__setattr__(net.fit, "ranges", ())
     with pytest.raises(SettingError, match="pass an example"):
         net.save(tmp_path / "other.pt2")
+
+
+# --- another regime, each input within its range ----------------------------------------------------------------------
+
+
+OTHER = r"these are other data than the held-out ones: \d+ of 200 inputs have p_value <= 0\.01"
+
+
+def factors(n: int, spread: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Four series that a common factor moves, and a number that depends on the first; what they share may break."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 1, generator=source) + spread * torch.randn(n, 4, generator=source)
+    x = x / math.sqrt(1 + spread**2)
+    apart = (x[:, :1] - x[:, 3:]).square()
+    return x, (2 * x[:, :1]).sin() + 2 * apart + 0.1 * torch.randn(n, 1, generator=source)
+
+
+@cache
+def trained() -> ba.Posterior:
+    torch.manual_seed(0)
+    return fitted("regression", *factors(400, 0.15, 1), width=32)
+
+
+def test_a_batch_of_another_regime_is_told_once():
+    net, (same, _), (other, _) = (
+        ba.calibrate(trained(), factors(300, 0.15, 2)),
+        factors(200, 0.15, 3),
+        factors(200, 1.0, 3),
+    )
+    net(same)
+    with pytest.warns(BayesAdamWarning, match=OTHER):
+        answer = net(other)
+    assert answer.in_range is not None
+    assert bool(answer.in_range.all())
+    net(other)
+
+
+def test_a_program_is_saved_and_few_inputs_are_asked_without_a_word():
+    net, (other, _) = ba.calibrate(trained(), factors(300, 0.15, 2)), factors(200, 1.0, 3)
+    net(other[:19])
+    net(torch.cat([other[:8], factors(200, 0.15, 3)[0]]))
+    torch.export.export(net, (other,))
+    with pytest.warns(BayesAdamWarning, match=OTHER):
+        net(other)
+
+
+def test_error_bars_of_the_input_side_widen_where_those_of_the_diagonal_stay():
+    q, held_out = trained(), factors(300, 0.15, 2)
+    same, other = factors(200, 0.15, 3)[0], factors(200, 1.0, 3)[0]
+
+    def growth(posterior: ba.Posterior) -> float:
+        tuned = posterior.tune(held_out)
+        return float(tuned.predict(other).stddev.mean() / tuned.predict(same).stddev.mean())
+
+    assert growth(q) < 1.2
+    assert growth(q.with_inputs(factors(400, 0.15, 1)[0])) > 1.5
+
+
+@pytest.mark.parametrize(("n", "rank"), [(300, 3), (20, 1)])
+def test_how_many_are_novel_by_chance(n: int, rank: int):
+    """Against draws of uniform scores, and never above one in a million where it says so."""
+    m, runs = 25, 20_000
+    scores = torch.rand(runs, n + m, generator=torch.Generator().manual_seed(0))
+    least = scores[:, :n].topk(rank, dim=1).values[:, -1:]
+    counts = (scores[:, n:] > least).sum(dim=1)
+    for count in (0, 1, 2, 4):
+        share = float((counts >= count).float().mean())
+        chance = chance_of_novel(count, m, rank, n)
+        assert abs(share - chance) < 4 * math.sqrt(max(chance * (1 - chance), 1e-4) / runs)
+    assert chance_of_novel(0, m, rank, n) == pytest.approx(1.0)
+
+
+def test_data_like_the_held_out_never_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            net = ba.calibrate(trained(), factors(40, 0.15, 10 + seed))
+            for batch in range(10):
+                net(factors(100, 0.15, 100 + 10 * seed + batch)[0])

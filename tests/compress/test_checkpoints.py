@@ -14,23 +14,18 @@ from bayesadam.cli import app
 from bayesadam.errors import BayesAdamWarning
 from bayesadam.weights.gaussian import GaussianWeights
 from cases import train
-from compress.cases_compress import normalised
+from compress.cases_compress import normalised, removed
+from predict.cases_networks import Lambda
 
 # Of the bias before the batch norm, which the last test is about.
 pytestmark = pytest.mark.filterwarnings("ignore:left whole")
 
 
-def trained() -> tuple[nn.Module, torch.optim.Adam]:
-    torch.manual_seed(0)
+@pytest.fixture
+def saved(tmp_path):
     model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 3))
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     train(model, adam, steps=10)
-    return model, adam
-
-
-@pytest.fixture
-def saved(tmp_path):
-    model, adam = trained()
     path = tmp_path / "last.pt"
     torch.save({"model": model.state_dict(), "optimizer": adam.state_dict(), "epoch": 3}, path)
     return model, adam, path
@@ -50,8 +45,8 @@ def test_the_file_holds_what_pruning_the_model_gives(saved, tmp_path, ranking, s
         assert torch.equal(found["model"][name], tensor), name
     for key, state in adam.state_dict()["state"].items():
         assert torch.equal(found["optimizer"]["state"][key]["exp_avg_sq"], state["exp_avg_sq"])
-    removed = sum(int((~mask).sum()) for mask in masks.values())
-    assert report.weights - report.kept == removed
+    assert (list(report.parameters), report.weights) == ([name for name, _ in model.named_parameters()], 147)
+    assert report.weights - report.kept == removed(masks)
 
 
 @pytest.mark.parametrize("ranking", ["snr", "saliency"])
@@ -80,18 +75,6 @@ def test_the_command_prunes_reports_and_ends_with_its_path(saved, tmp_path):
     assert sum(int((tensor == 0).sum()) for tensor in load_file(out).values()) >= round(0.75 * (147 - 12))
 
 
-def test_the_table_is_of_the_parameters_and_adds_up_to_the_fraction(saved, tmp_path):
-    model, _, path = saved
-    report = ba.compress.prune_checkpoint(path, tmp_path / "pruned.pt", 0.5)
-    assert list(report.parameters) == [name for name, _ in model.named_parameters()]
-    assert report.weights == 147
-    # The bias before the batch norm is left whole.
-    assert report.weights - report.kept == round(0.5 * (147 - 12))
-    found = torch.load(tmp_path / "pruned.pt", weights_only=True)["model"]
-    zeros = sum(int((found[name] == 0).sum()) for name, _ in model.named_parameters())
-    assert report.weights - report.kept == zeros
-
-
 def test_a_matrix_without_weights_is_named(saved, tmp_path):
     path, out, how = saved[2], tmp_path / "pruned.pt", {"fraction": 0.5, "ranking": "magnitude"}
     tree = torch.load(path)
@@ -102,21 +85,13 @@ def test_a_matrix_without_weights_is_named(saved, tmp_path):
     assert 0 < ba.compress.prune_checkpoint(path, out, scope="bounded", **how).parameters["3.weight"][1] < 36
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(4, 5)
-        self.attend = nn.MultiheadAttention(5, 1)
-        self.biased = nn.Linear(5, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.rnn(inputs)[0]
-        return self.biased(self.attend(hidden, hidden, hidden)[0])
-
-
 def test_biases_are_told_by_their_names_as_with_the_model(tmp_path):
-    torch.manual_seed(0)
-    model = Recurrent()
+    model = Lambda(
+        lambda self, x: self.biased(self.attend(*[self.rnn(x)[0]] * 3)[0]),
+        rnn=nn.GRU(4, 5),
+        attend=nn.MultiheadAttention(5, 1),
+        biased=nn.Linear(5, 2),
+    )
     adam = torch.optim.Adam(model.parameters())
     model(torch.randn(3, 2, 4)).square().mean().backward()
     adam.step()
@@ -166,7 +141,8 @@ def test_a_bias_before_a_batch_norm_stays_in_the_file(tmp_path):
     path, out = tmp_path / "last.pt", tmp_path / "pruned.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     with pytest.warns(ba.errors.BayesAdamWarning, match=r"left whole: 0\.bias"):
-        ba.compress.prune_checkpoint(path, out, 0.3)
+        report = ba.compress.prune_checkpoint(path, out, 0.3)
+    assert report.weights - report.kept == round(0.3 * (report.weights - 8))
     pruned = torch.load(out, weights_only=True)["model"]
     assert torch.equal(pruned["0.bias"], model.state_dict()["0.bias"])
     assert (pruned["0.weight"] == 0).any()

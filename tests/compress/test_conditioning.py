@@ -20,20 +20,10 @@ from bayesadam.compress import condition
 from bayesadam.errors import BayesAdamWarning
 from bayesadam.readers import Rotation
 from bayesadam.weights.diagonal import Diagonal
-from cases import dense_moment, mlp, train
-from compress.cases_compress import Twice, error, posterior_of
+from cases import dense_moment, mlp, state_of, train
+from compress.cases_compress import error, posterior_of, twice
 from floats import assert_close
-
-
-class Conv1D(nn.Module):
-    """As transformers has it, whose name tells it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
+from predict.cases_networks import Attend, Conv1D, Lambda
 
 
 def some(model: nn.Module, share: float = 0.5, seed: int = 0) -> dict[str, Tensor]:
@@ -54,10 +44,15 @@ def solved(a: Any, c: Any, w: Any, kept: Any) -> Any:
     return new
 
 
-def exact(model: nn.Sequential, masks: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-    """The conditioned parameters: an output of a layer is linear in its parameters, with a Jacobian."""
+def exact(
+    model: nn.Sequential, masks: Mapping[str, Tensor], dense: Tensor, small: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The conditioned parameters: an output of a layer is linear in its parameters, with a Jacobian.
+
+    The inputs are those of the dense network, and of the pruned one where they differ.
+    """
     found: dict[str, Tensor] = {}
-    dense = small = x
+    small = dense if small is None else small
     for index, layer in enumerate(model):
         z, own = layer(dense), dict(layer.named_parameters())
         if isinstance(layer, nn.Linear | _ConvNd | Conv1D):
@@ -79,6 +74,13 @@ def exact(model: nn.Sequential, masks: Mapping[str, Tensor], x: Tensor) -> dict[
         found |= {f"{index}.{key}": p.detach() for key, p in own.items()}
         dense, small = z, functional_call(layer, own, small)
     return found
+
+
+def assert_exact(mean: Mapping[str, Tensor], model: nn.Module, name: str, masks: Any, *inputs: Tensor) -> None:
+    """Of one layer of the dense network."""
+    layer = model.get_submodule(name)
+    expected = exact(nn.Sequential(layer), {f"0.{key}": masks[f"{name}.{key}"] for key in layer.state_dict()}, *inputs)
+    assert_close({key: mean[f"{name}.{key[2:]}"] for key in expected}, expected, rtol=1e-6)
 
 
 def test_a_bias_that_the_posterior_does_not_hold_stays(tmp_path: Any) -> None:
@@ -134,25 +136,14 @@ class Heads(nn.Module):
         return out
 
 
-class Attending(nn.Module):
-    def __init__(self, **keys: Any) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(4, 2, **keys)
-
-    def forward(self, *given: Tensor) -> Tensor:
-        first = self.attend.batch_first
-        out: Tensor = self.attend(*(x if first else x.transpose(0, 1) for x in given))[0]
-        return out if first else out.transpose(0, 1)
-
-
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize(("bias", "kdim", "vdim"), [(True, 4, 4), (False, 3, 5)])
 def test_attention_is_four_linear_layers(batch_first: bool, bias: bool, kdim: int, vdim: int) -> None:
-    model = Attending(bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first).double()
+    model = Attend(bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first).double()
     heads = Heads(bias=bias, kdim=kdim, vdim=vdim).double()
 
     def to_heads(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name[7:].replace("out_proj", "out").replace("_proj_", "."): t for name, t in named.items()}
+        found = {name[10:].replace("out_proj", "out").replace("_proj_", "."): t for name, t in named.items()}
         for key in ("weight", "bias")[: bias + (kdim == 4)]:
             found |= {f"{x}.{key}": part for x, part in zip("qkv", found.pop(f"in.{key}").chunk(3), strict=True)}
         return found
@@ -164,15 +155,15 @@ def test_attention_is_four_linear_layers(batch_first: bool, bias: bool, kdim: in
 
 
 def test_the_matrices_that_two_attentions_share_are_left() -> None:
-    model = nn.Sequential(Attending(batch_first=True), Attending(batch_first=True)).double()
-    model[1].attend.out_proj.weight = model[0].attend.out_proj.weight
+    model = nn.Sequential(Attend(batch_first=True), Attend(batch_first=True)).double()
+    model[1].attention.out_proj.weight = model[0].attention.out_proj.weight
     x = correlated(80, 3, 4)
     forward = lambda net, x: net[1](*[net[0](x, x, x)] * 3)  # noqa: E731
     dense, masks = posterior_of(model), some(model)
     small = condition(dense, masks, x, forward=forward)
-    shared = "0.attend.out_proj.weight"
+    shared = "0.attention.out_proj.weight"
     assert torch.equal(small.mean[shared], dense.mode[shared] * masks[shared])
-    for name in ("0.attend.in_proj_weight", "1.attend.in_proj_weight"):
+    for name in ("0.attention.in_proj_weight", "1.attention.in_proj_weight"):
         assert not small.mean[name][~masks[name]].any()
         assert not torch.equal(small.mean[name], dense.mode[name] * masks[name])
 
@@ -199,22 +190,16 @@ def test_inputs_come_in_any_form(kind: str) -> None:
     assert_close(condition(dense, some(dense.model), given).mean, expected, rtol=1e-7)
 
 
-class Padded(nn.Module):
-    """Position by position, with the sequence first or second inside."""
-
-    def __init__(self, turned: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.turned = nn.Linear(4, 6), nn.Linear(6, 2), turned
-
-    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
-        x = x.transpose(0, 1) if self.turned else x
-        out: Tensor = self.second(self.first(x).tanh())
-        return (out.transpose(0, 1) if self.turned else out).mean(1)
-
-
 @pytest.mark.parametrize("turned", [True, False])
 def test_padding_does_not_count(turned: bool) -> None:
-    dense, x = posterior_of(Padded(turned).double()), correlated(150, 7, 4)
+    """Position by position, with the sequence first or second inside."""
+
+    def forward(self: Any, x: Tensor, attention_mask: Tensor) -> Any:
+        z = self.second(self.first(x.transpose(0, 1) if turned else x).tanh())
+        return (z.transpose(0, 1) if turned else z).mean(1)
+
+    model = Lambda(forward, first=nn.Linear(4, 6), second=nn.Linear(6, 2)).double()
+    dense, x = posterior_of(model), correlated(150, 7, 4)
     mask = (torch.arange(7) < torch.randint(1, 8, (150, 1))).long()
     filled = torch.where(mask[..., None] == 1, x, 50 * torch.randn_like(x))
     found = [condition(dense, some(dense.model), {"x": each, "attention_mask": mask}).mean for each in (x, filled)]
@@ -227,51 +212,30 @@ def test_padding_does_not_count(turned: bool) -> None:
 
 
 def test_a_layer_used_twice_meets_both_inputs_of_the_dense_network() -> None:
-    model, x = Twice().double(), correlated(100, 4)
+    model, x = twice().double(), correlated(100, 4)
     masks = some(model)
     small = condition(posterior_of(model), masks, x)
-    seen = torch.cat([x, model.layer(x).tanh()])
-    expected = exact(
-        nn.Sequential(model.layer), {"0.weight": masks["layer.weight"], "0.bias": masks["layer.bias"]}, seen
-    )
-    assert_close(small.mean["layer.weight"], expected["0.weight"], rtol=1e-8)
-    assert_close(small.mean["layer.bias"], expected["0.bias"], rtol=1e-8)
-
-
-class Experts(nn.Module):
-    """The first layer's sign of a batch chooses the expert; one is never chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.head = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.experts[int(x.mean() > 0)](x).tanh())
-        return out
+    assert_exact(small.mean, model, "layer", masks, torch.cat([x, model.layer(x).tanh()]))
 
 
 def test_experts_that_some_batches_use() -> None:
-    model, x = Experts().double(), correlated(60, 4)
+    """The sign of a batch chooses the expert; one is never chosen."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.head(self.experts[int(x.mean() > 0)](x).tanh())
+
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model, x = Lambda(forward, experts=experts, head=nn.Linear(4, 2)).double(), correlated(60, 4)
     masks, batches = some(model), (x.abs(), -x.abs(), x.abs() / 2)
     with pytest.warns(BayesAdamWarning, match=r"no input reaches experts\.2\.weight"):
         small = condition(posterior_of(model), masks, iter(batches))
-    hidden: dict[str, list[Tensor]] = {"small": [], "dense": []}
+    dense, pruned = [], []
     for index, inputs in ((0, batches[1]), (1, torch.cat([batches[0], batches[2]]))):
-        one = nn.Sequential(model.experts[index])
-        of_one = {f"0.{key}": masks[f"experts.{index}.{key}"] for key in ("weight", "bias")}
-        expected = exact(one, of_one, inputs)
-        for key in ("weight", "bias"):
-            assert_close(small.mean[f"experts.{index}.{key}"], expected[f"0.{key}"], rtol=1e-8)
-        hidden["dense"].append(model.experts[index](inputs).tanh())
-        hidden["small"].append(small.model.experts[index](inputs).tanh())
+        assert_exact(small.mean, model, f"experts.{index}", masks, inputs)
+        dense.append(model.experts[index](inputs).tanh())
+        pruned.append(small.model.experts[index](inputs).tanh())
     # The head has seen what both of them give.
-    a, z = (torch.cat(hidden[key]).detach() for key in ("small", "dense"))
-    r = F.pad(a, (0, 1), value=1.0).numpy()
-    for row in range(2):
-        w = torch.cat([model.head.weight[row], model.head.bias[row, None]]).detach().numpy()
-        kept = F.pad(masks["head.weight"][row], (0, 1), value=True).numpy()
-        new = solved(r.T @ r / len(r), r.T @ model.head(z)[:, row].detach().numpy() / len(r), w, kept)
-        assert_close(small.mean["head.weight"][row], torch.from_numpy(new[:4]), rtol=1e-8)
+    assert_exact(small.mean, model, "head", masks, torch.cat(dense).detach(), torch.cat(pruned).detach())
     assert torch.equal(small.mean["experts.2.weight"], model.experts[2].weight * masks["experts.2.weight"])
 
 
@@ -306,22 +270,17 @@ def test_every_type_is_nearer_than_masking(dtype: torch.dtype, compiled: bool) -
 @pytest.mark.parametrize("inputs", [None, correlated(150, 6)])
 def test_nothing_removed_moves_nothing_and_nothing_of_the_users_changes(inputs: Tensor | None) -> None:
     model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 4)).double().train()
-    before, dense = copy.deepcopy(model.state_dict()), posterior_of(model)
-    state, whole = (
-        torch.get_rng_state(),
-        {name: torch.ones(p.shape, dtype=torch.bool) for name, p in dense.mode.items()},
-    )
+    before, dense = state_of(model), posterior_of(model)
+    mode = copy.deepcopy(dense.mode)
+    state, whole = torch.get_rng_state(), some(model, share=-1.0)
     small = condition(dense, whole, inputs)
     assert_close(small.mean, dense.mode, rtol=1e-12)
     condition(dense, some(model), inputs)
     ba.prune(dense, 0.0, inputs=inputs)
     ba.prune(dense, 0.5, inputs=inputs)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(torch.equal(theta, before[name]) for name, theta in dense.mode.items())
+    assert state_of(model) == before
+    assert_close(dense.mode, mode, rtol=1e-300)
     assert torch.equal(torch.get_rng_state(), state)
-    for module in model.modules():
-        assert module.training
-        assert not module._forward_hooks
 
 
 @pytest.mark.parametrize("structure", ["diagonal", "inputs"])
@@ -340,8 +299,7 @@ def test_the_dense_network_is_that_of_the_mean(moved: bool) -> None:
     dense, x = posterior_of(deep(), delta=20.0, form="map" if moved else "likelihood"), correlated(150, 6)
     for p in dense.model.parameters() if moved else ():
         p.data *= 2
-    whole = {name: torch.ones(p.shape, dtype=torch.bool) for name, p in dense.mode.items()}
-    assert_close(condition(dense, whole, x).mean, dense.mean)
+    assert_close(condition(dense, some(dense.model, share=-1.0), x).mean, dense.mean)
     assert_close(ba.prune(dense, 0.0, inputs=x, rounds=1).mean, dense.mean)
 
 
@@ -364,13 +322,9 @@ def test_an_adapters_base_is_conditioned() -> None:
 
 def test_inputs_are_known_to_a_posterior_with_them() -> None:
     model, x = deep(), correlated(150, 6)
-    dense = posterior_of(model, delta=1.0).with_inputs(x)
-    small = condition(dense, masks := some(model))
-    for index, inputs in ((0, x), (3, model[0](x).tanh())):
-        of_one = {f"0.{key}": masks[f"{index}.{key}"] for key in ("weight", "bias")}
-        expected = exact(nn.Sequential(model[index]), of_one, inputs.detach())
-        for key in ("weight", "bias"):
-            assert_close(small.mean[f"{index}.{key}"], expected[f"0.{key}"], rtol=1e-6)
+    small = condition(posterior_of(model, delta=1.0).with_inputs(x), masks := some(model))
+    for name, inputs in (("0", x), ("3", model[0](x).tanh().detach())):
+        assert_exact(small.mean, model, name, masks, inputs)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(5, 4), nn.Conv1d(3, 4, 2), Conv1D(5, 4)])
@@ -445,7 +399,6 @@ def test_by_default_a_weight_is_worth_what_no_other_makes_up_for() -> None:
 
 
 def test_rounds_are_nearer_than_one_and_one_than_masking() -> None:
-    torch.manual_seed(0)
     model, x = mlp(6, 30, 30, 1), correlated(400, 6).float()
     train(model, torch.optim.Adam(model.parameters(), lr=1e-2), steps=100)
     dense = posterior_of(model, {name: torch.ones(p.shape) for name, p in model.named_parameters()})

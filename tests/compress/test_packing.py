@@ -129,19 +129,18 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
 
 
 def test_another_network_or_something_else(tmp_path: Path) -> None:
-    path = tmp_path / "q"
-    save_packed(path, network().state_dict())
-    with pytest.raises(MatchError, match=r"another network: \['weight'"):
-        load_packed(path, {**network().state_dict(), "weight": torch.zeros(2)})
-    with pytest.raises(MatchError, match=r"\['4\.bias'\] differ in shape"):
-        load_packed(path, {**network().state_dict(), "4.bias": torch.zeros(2)})
-    with pytest.raises(MatchError, match="the tensors lack"):
-        save_packed(path, {}, quantised(network(), 4))
-    with pytest.raises(SettingError, match="'extra' is a dict"):
-        save_packed(path, {"extra": {}})  # type: ignore[dict-item]
-    storage.write(path, {}, {})
-    with pytest.raises(FileError, match="not a packed network"):
-        load_packed(path, {})
+    path, other, state = tmp_path / "q", tmp_path / "other", network().state_dict()
+    save_packed(path, state)
+    storage.write(other, {}, {})
+    for use, error, match in (
+        (lambda: load_packed(path, {**state, "weight": torch.zeros(2)}), MatchError, r"another network: \['weight'"),
+        (lambda: load_packed(path, {**state, "4.bias": torch.zeros(2)}), MatchError, r"\['4\.bias'\] differ in shape"),
+        (lambda: save_packed(path, {}, quantised(network(), 4)), MatchError, "the tensors lack"),
+        (lambda: save_packed(path, {"extra": {}}), SettingError, "'extra' is a dict"),  # type: ignore[dict-item]
+        (lambda: load_packed(other, {}), FileError, "not a packed network"),
+    ):
+        with pytest.raises(error, match=match):
+            use()
 
 
 def written(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:

@@ -1,35 +1,40 @@
-"""A posterior of the pruned network, and an importance for Torch-Pruning."""
+"""A posterior of the pruned network, and units that Torch-Pruning takes out."""
 
 from __future__ import annotations
 
 import copy
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import bayesadam as ba
+from bayesadam.compress import units
 from bayesadam.errors import MatchError
 from cases import mlp, trained
 from compress.cases_compress import normalised, posterior_of, removed
 from floats import assert_close
+from predict.cases_networks import Lambda
 
 
 def posterior() -> ba.Posterior:
     return ba.Posterior.from_optimizer(*trained(3, 8, 1), 60, likelihood="regression", prior_precision=1.0)
 
 
-def test_the_model_of_the_pruned_posterior_has_the_masks_and_the_users_is_untouched() -> None:
-    dense = posterior()
+@pytest.mark.parametrize("form", ["map", "likelihood"])
+def test_the_model_of_the_pruned_posterior_has_the_masks_and_the_users_is_untouched(form: str) -> None:
+    """In the likelihood form the mean that it has is the shrunk one."""
+    dense = posterior().replace(form=form)
     weights = {name: p.detach().clone() for name, p in dense.model.named_parameters()}
     kept = ba.compress.masks(dense, 0.6)
     small = ba.prune(dense, 0.6)
     assert removed(kept) == round(0.6 * dense.n_weights)
     for name, parameter in small.model.named_parameters():
-        assert torch.equal(parameter, torch.where(kept[name], weights[name], 0))
-        assert torch.equal(small.mean[name], parameter)
+        assert_close(parameter, torch.where(kept[name], dense.mean[name], 0))
+        assert_close(small.mean[name], parameter)
         assert torch.equal(dense.model.get_parameter(name), weights[name])
         assert torch.equal(dense.mode[name], weights[name])
 
@@ -53,13 +58,6 @@ def test_pruned_weights_are_zero_in_draws_variances_and_predictions(tmp_path) ->
         terms = zip(gradients, small.variance.items(), strict=True)
         expected[row] = sum((g.square() * variance * kept[name]).sum() for g, (name, variance) in terms)
     assert_close(small.predict(x).f_variance.flatten(), expected, rtol=1e-4)
-
-
-def test_the_likelihood_form_prunes_its_shrunk_mean() -> None:
-    dense = posterior_of(mlp(3, 4, 1), delta=3.0, form="likelihood")
-    kept, small = ba.compress.masks(dense, 0.5), ba.prune(dense, 0.5)
-    for name, parameter in small.model.named_parameters():
-        assert_close(parameter, dense.mean[name] * kept[name])
 
 
 def test_rotated_posteriors_are_conditioned_by_their_own_factors() -> None:
@@ -87,22 +85,17 @@ def test_running_statistics_go_with_the_copy() -> None:
     assert torch.equal(small.predict(x[:5]).probs, before)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.left, self.right = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 4, 1), nn.Conv2d(6, 4, 1)
-        self.head = nn.Linear(16, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv(x).relu()
-        out: torch.Tensor = self.head((self.left(x) + self.right(x)).relu().flatten(1))
-        return out
-
-
 def test_torch_pruning_takes_out_the_channels_of_least_score() -> None:
     torch_pruning = pytest.importorskip("torch_pruning")
     torch.manual_seed(0)
-    dense = posterior_of(Branches(), delta=1.0)
+    branches = Lambda(
+        lambda self, x: self.head(sum(side(self.conv(x).relu()) for side in (self.left, self.right)).relu().flatten(1)),
+        conv=nn.Conv2d(1, 6, 3),
+        left=nn.Conv2d(6, 4, 1),
+        right=nn.Conv2d(6, 4, 1),
+        head=nn.Linear(16, 2),
+    )
+    dense = posterior_of(branches, delta=1.0)
     small = copy.deepcopy(dense.model)
     how = ba.compress.importance(dense, small)
     scores = ba.compress.weight_scores(dense)
@@ -128,17 +121,6 @@ def test_an_importance_is_of_the_posteriors_network(monkeypatch) -> None:
         ba.compress.importance(posterior(), mlp(3, 9, 1))
 
 
-class Flat(nn.Module):
-    """A weight that no layer of torch's multiplies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(12))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.view(4, 3)
-
-
 class Padding(nn.Conv2d):
     """A convolution whose own forward pads, as TensorFlow's."""
 
@@ -149,7 +131,12 @@ class Padding(nn.Conv2d):
 @pytest.mark.parametrize(
     ("model", "x", "said"),
     [
-        (Flat(), torch.randn(20, 4), "Prune without inputs="),
+        # A weight that no layer of torch's multiplies.
+        (
+            Lambda(lambda self, x: x @ self.weight.view(4, 3), weight=nn.Parameter(torch.ones(12))),
+            torch.randn(20, 4),
+            "Prune without inputs=",
+        ),
         (Padding(1, 2, 2), torch.randn(20, 1, 4, 4), "its own forward pads"),
     ],
 )
@@ -172,3 +159,86 @@ def test_a_posterior_of_a_small_part_of_the_model_is_told() -> None:
     assert "62 weights of the model's 692 in 2 parameters" in str(head)
     with pytest.warns(ba.errors.BayesAdamWarning, match=r"holds 62 of the model's 692 weights"):
         ba.prune(head, 0.5)
+
+
+# --- units taken out --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, fan_in: int, width: int) -> None:
+        super().__init__()
+        self.one, self.norm1 = nn.Conv2d(fan_in, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.deep, self.norm2 = nn.Conv2d(width, width, 3, padding=1, groups=width), nn.BatchNorm2d(width)
+        self.two, self.short = nn.Conv2d(width, width, 1), nn.Conv2d(fan_in, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm1(self.one(x)).relu()
+        out: Tensor = (self.short(x) + self.two(self.norm2(self.deep(inner)).relu())).relu()
+        return out
+
+
+class Net(nn.Module):
+    """Residual blocks with batch norms and depthwise convolutions, whose outputs are joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = Block(2, 12), Block(12, 10), nn.Conv2d(12, 6, 3, padding=1)
+        self.up, self.head = nn.ConvTranspose2d(16, 12, 2, stride=2), nn.Linear(12 * 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = self.up(torch.cat([self.left(x), self.right(x).relu()], dim=1)).relu()
+        out: Tensor = self.head(nn.functional.adaptive_avg_pool2d(x, 2).flatten(1))
+        return out
+
+
+@pytest.fixture(scope="module")
+def dense() -> tuple[ba.Posterior, Tensor]:
+    """A posterior and inputs, the channels of which are correlated, as inputs are."""
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(300, 2, 6, 6).cumsum(2).cumsum(3)
+    with torch.no_grad():
+        for _ in range(30):
+            net(x)
+    return posterior_of(net.eval()), x
+
+
+def pruner_of(posterior: ba.Posterior, ratio: float, *, everywhere: bool = False) -> Any:
+    small = copy.deepcopy(posterior.model)
+    how = ba.compress.importance(posterior, small)
+    options = {"pruning_ratio": ratio, "ignored_layers": [small.head], "global_pruning": everywhere}
+    pruner: Any = pytest.importorskip("torch_pruning").pruner.BasePruner
+    return pruner(small, torch.zeros(1, 2, 6, 6), how, **options)
+
+
+@pytest.mark.parametrize(("ratio", "everywhere"), [(0.25, False), (0.5, False), (0.3, True)])
+def test_the_cut_changes_nothing_and_the_loss_is_made_up_for(dense, ratio, everywhere, monkeypatch) -> None:
+    posterior, x = dense
+    given: list[tuple[dict[str, Tensor], ba.Posterior]] = []
+
+    def conditioned(posterior: ba.Posterior, masks: dict[str, Tensor], *args: object, **how: object) -> ba.Posterior:
+        given.append((masks, ba.compress.condition(posterior, masks, *args, **how)))
+        return given[-1][1]
+
+    monkeypatch.setattr(units, "condition", conditioned)
+    small = units.remove_units(posterior, pruner_of(posterior, ratio, everywhere=everywhere), x[:200])
+    alone = pruner_of(posterior, ratio, everywhere=everywhere)
+    alone.step()
+    shapes = {name: tensor.shape for name, tensor in alone.model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in small.state_dict().items()} == shapes
+    assert {name: p.dtype for name, p in small.named_parameters()} == dict.fromkeys(posterior.mode, torch.float32)
+    [(masks, whole)] = given
+    size = sum(p.numel() for p in small.parameters())
+    assert size == sum(int(mask.sum()) for mask in masks.values()) < 0.95 * posterior.n_weights
+    assert_close(small(x), whole.model(x), rtol=1e-5, atol=1e-5)
+    loss, lost = ((net(x[200:]) - posterior.model(x[200:])).square().mean() for net in (small, alone.model))
+    assert loss < 0.2 * lost
+
+
+def test_nothing_to_remove_and_another_network(dense) -> None:
+    posterior, x = dense
+    assert_close(ba.compress.remove_units(posterior, pruner_of(posterior, 0.0), x)(x), posterior.model(x))
+    pruner = pruner_of(posterior, 0.5)
+    pruner.step()
+    with pytest.raises(MatchError, match="no copy of the posterior's"):
+        ba.compress.remove_units(posterior, pruner, x)

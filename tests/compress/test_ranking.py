@@ -11,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bayesadam as ba
 from bayesadam import Mixture, Posterior
 from bayesadam.compress import RANKINGS, masks, weight_scores
 from bayesadam.compress import ranking as ranking_module
+from bayesadam.compress.sensitivity import sensitivities
 from bayesadam.errors import BayesAdamWarning, MatchError, SettingError
+from bayesadam.predict.matrices import matrices_of
+from bayesadam.predict.network import Call
 from bayesadam.readers.formats.lazy import Lazy
 from cases import mlp, trained
 from compress.cases_compress import normalised, posterior_of, removed, sorted_masks
@@ -73,13 +77,6 @@ def test_a_dead_weight_goes_first_whatever_the_prior() -> None:
     assert masks(posterior, 1 / 3, ranking=posterior.snr())["weight"].tolist() == [[True, False, True]]
 
 
-def test_ready_scores_rank_too() -> None:
-    posterior = posterior_of(net())
-    ready = {name: theta.abs() * posterior.curvature.second_moment[name] for name, theta in posterior.mode.items()}
-    expected = sorted_masks({n: s.numpy() for n, s in ready.items()}, round(0.4 * posterior.n_weights))
-    assert_same(masks(posterior, 0.4, ranking=ready), expected)
-
-
 def test_whole_numbers_rank_exactly() -> None:
     # Beyond 2²⁴, where float32 would see ties.
     model = nn.Linear(4, 1, bias=False)
@@ -128,14 +125,20 @@ def test_a_mixture_is_no_network_to_prune() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("scope", ["global", "layer"])
-def test_masks_are_those_of_a_full_sort(seed: int, scope: Any) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_masks_are_those_of_a_full_sort(seed: int, scope: Any, tied: bool) -> None:
+    """Of few values, most of them tied, of both signs and with both zeros; or of distinct ones of any size."""
     rng = np.random.default_rng(seed)
     dtype = (torch.float32, torch.float64)[seed % 2]
     posterior = posterior_of(net(seed, dtype))
     fraction = (0.0, 0.013, 0.5, 0.77, 0.99, 1.0)[seed]
-    # Few values, so that most scores are tied; both signs, and both zeros.
-    values = [-np.inf, -2.5, -0.0, 0.0, 1e-40, 0.1, np.inf]
-    given = {n: torch.from_numpy(rng.choice(values, mu.shape)).to(dtype) for n, mu in posterior.mode.items()}
+    shapes = {name: mu.shape for name, mu in posterior.mode.items()}
+    if tied:
+        values = {n: rng.choice([-np.inf, -2.5, -0.0, 0.0, 1e-40, 0.1, np.inf], shape) for n, shape in shapes.items()}
+    else:
+        sizes = {n: 10.0 ** rng.integers(-30, 30, shape) for n, shape in shapes.items()}
+        values = {n: rng.standard_normal(shape) * sizes[n] for n, shape in shapes.items()}
+    given = {name: torch.from_numpy(value).to(dtype) for name, value in values.items()}
     scores = {name: score.numpy() for name, score in given.items()}
     found = masks(posterior, fraction, ranking=given, scope=scope)
     if scope == "global":
@@ -163,20 +166,6 @@ def test_of_scores_on_the_disk_masks_are_made_when_accessed(
     assert read == list(scores)
     if scope == "global":
         assert_same(dict(expected), sorted_masks({n: s.numpy() for n, s in scores.items()}, round(fraction * 94)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_distinct_scores_of_any_size(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(0)
-    posterior = posterior_of(mlp(40, 30, 5).to(dtype))
-    scores = {
-        name: torch.from_numpy(rng.standard_normal(mu.shape) * 10.0 ** rng.integers(-30, 30, mu.shape)).to(dtype)
-        for name, mu in posterior.mode.items()
-    }
-    for fraction in rng.random(5):
-        count = round(fraction * posterior.n_weights)
-        found = masks(posterior, fraction, ranking=scores)
-        assert_same(found, sorted_masks({n: s.numpy() for n, s in scores.items()}, count))
 
 
 def test_scores_of_two_types_are_compared_in_the_wider() -> None:
@@ -211,15 +200,11 @@ def test_masks_are_on_the_parameters_device() -> None:
 # --- what is left whole -----------------------------------------------------------------------------------------------
 
 
-class Text(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 8)
-        self.norm = nn.LayerNorm(8)
-        self.body = nn.Linear(8, 8)
-        self.batch = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 10)
-        self.head.weight = self.embed.weight
+def text() -> nn.Module:
+    layers = {"embed": nn.Embedding(10, 8), "norm": nn.LayerNorm(8), "body": nn.Linear(8, 8)}
+    model = nn.ModuleDict({**layers, "batch": nn.BatchNorm1d(8), "head": nn.Linear(8, 10)})
+    model["head"].weight = model["embed"].weight
+    return model
 
 
 @pytest.mark.parametrize(
@@ -235,7 +220,7 @@ class Text(nn.Module):
     ],
 )
 def test_excluded_parameters_are_whole_and_do_not_count(exclude: Any, whole: set[str]) -> None:
-    posterior = posterior_of(Text())
+    posterior = posterior_of(text())
     found = masks(posterior, 0.5, exclude=exclude)
     eligible = sum(theta.numel() for name, theta in posterior.mode.items() if name not in whole)
     assert found.keys() == posterior.mode.keys()
@@ -270,7 +255,6 @@ def test_biases_before_a_batch_norm_are_left_whole_with_a_warning() -> None:
 @pytest.mark.parametrize(("keep", "size"), [(2, 4), (1, 2), (3, 3)])
 @pytest.mark.parametrize("make", [lambda: nn.Linear(24, 5), lambda: nn.Conv2d(24, 5, 3)])
 def test_each_group_along_the_input_keeps_its_best(make: Any, keep: int, size: int) -> None:
-    torch.manual_seed(0)
     model = make()
     with torch.no_grad():
         # Ties within groups.
@@ -286,3 +270,57 @@ def test_each_group_along_the_input_keeps_its_best(make: Any, keep: int, size: i
 
 def test_a_layer_whose_size_is_no_multiple_may_stay_whole() -> None:
     assert removed(masks(posterior_of(net()), pattern="1:3", exclude=("0.weight",))) == 18
+
+
+# --- how much outputs depend on units ---------------------------------------------------------------------------------
+
+
+def of(model: nn.Module, batches: list[Tensor], forward=None) -> dict[str, Tensor]:
+    listed = {matrix.name: matrix for matrices in matrices_of(model).values() for matrix in matrices}
+    return sensitivities(Call(model, forward), batches, listed)
+
+
+def test_it_is_the_square_of_gradients_of_outputs_with_random_signs() -> None:
+    model, batches = mlp(5, 7, 3), [torch.randn(40, 5), torch.randn(8, 5)]
+    first, second = model[0], model[2]
+    draw, expected = torch.Generator().manual_seed(0), [torch.zeros(7), torch.zeros(3)]
+    for x in [part for batch in batches for part in batch.split(32)]:
+        signs = torch.randint(2, (len(x), 3), generator=draw).float() * 2 - 1
+        h = model[1](first(x)).detach()
+        slope = torch.autograd.functional.jvp(model[1], first(x), torch.ones_like(h))[1]
+        for total, g in zip(expected, ((signs @ second.weight * slope).T @ x, signs.T @ h), strict=True):
+            total += g.detach().square().sum(dim=1)
+    found = of(model, batches)
+    for name, want in zip(("0.weight", "2.weight"), expected, strict=True):
+        assert_close(found[name].flatten(), want, rtol=1e-4)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_units_that_nothing_follows_do_not_matter() -> None:
+    model = mlp(5, 7, 3)
+    with torch.no_grad():
+        model[2].weight[:, :4] = 0
+    assert (of(model, [torch.randn(40, 5)])["0.weight"].flatten() > 0).tolist() == [False] * 4 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m(x).argmax(dim=1),
+        lambda m, x: m(x).detach(),
+        lambda m, x: torch.from_numpy(m(x).numpy()),
+    ],
+)
+def test_outputs_without_gradients_are_told(forward) -> None:
+    with pytest.warns(BayesAdamWarning, match="ranked by the dense network alone"):
+        assert of(mlp(5, 7, 3), [torch.randn(40, 5)], forward) == {}
+
+
+def test_pruning_goes_on_without_them_and_rankings_without_moments_do_not_ask() -> None:
+    dense, x = posterior_of(mlp(5, 7, 3)), torch.randn(40, 5)
+    how = {"inputs": x, "forward": lambda m, x: m(x).detach()}
+    with pytest.warns(BayesAdamWarning, match="ranked by the dense network alone") as told:
+        small = ba.prune(dense, 0.5, **how)
+    assert len(told) == 1
+    for each in (small, ba.prune(dense, 0.5, ranking="magnitude", **how)):
+        assert sum(int((each.model[i].weight == 0).sum()) for i in (0, 2)) == 28

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from bayesadam.compress.walking import Walk
 from bayesadam.errors import BayesAdamWarning, MatchError
-from cases import mlp
-from compress.cases_compress import Twice
+from cases import mlp, state_of
+from compress.cases_compress import twice
 
 
 def walked(model: nn.Module, inputs: Any, visit: Any = None, forward: Any = None, small: Any = None) -> None:
@@ -59,15 +59,13 @@ def failing(matrix: Any, w: Any, moments: Any) -> Any:
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_is_left_of_a_walk_that_fails(at: int, keys: dict[str, Any], match: str, training: bool) -> None:
-    model, small = Twice().train(training), Twice().train(training)
-    threads, weights = threading.enumerate(), {name: p.clone() for name, p in model.named_parameters()}
+    model, small = twice().train(training), twice().train(training)
+    threads, before = threading.enumerate(), (state_of(model), state_of(small)["hooks"])
     with pytest.raises((MatchError, KeyError), match=match) as caught:
         walked(model, **{"inputs": torch.randn(150, 4), "forward": raising(at) if at else None, "small": small, **keys})
     assert threading.enumerate() == threads
-    for module in (*model.modules(), *small.modules()):
-        assert not module._forward_hooks
-        assert module.training == training
-    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert (state_of(model), state_of(small)["hooks"]) == before
+    assert all(module.training == training for module in small.modules())
     assert caught.value.__traceback__ is not None
 
 
@@ -76,51 +74,40 @@ def test_too_few_inputs_are_told_with_how_many_would_do() -> None:
     worst = r"0\.weight \(20 positions, 40 would do\), 2\.weight \(20 positions, 25 would do\): give more examples"
     with pytest.warns(BayesAdamWarning, match=f"^too few inputs for {worst}"):
         walked(model, torch.randn(20, 400))
+    batch = {"input": torch.randn(30, 2, 400), "attention_mask": torch.tensor([[1, 0]] * 30)}
     with pytest.warns(BayesAdamWarning, match=r"^too few inputs for 0\.weight \(30 positions, 40 would do\): give"):
-        walked(model, {"input": torch.randn(30, 2, 400), "attention_mask": torch.tensor([[1, 0]] * 30)}, forward=_call)
+        walked(model, batch, forward=lambda model, batch: model(batch["input"]))
     walked(model, torch.randn(40, 400))
     with pytest.warns(BayesAdamWarning, match=r"^19 inputs say little of any layer"):
         walked(mlp(3, 4, 2), torch.randn(19, 3))
 
 
-def test_of_an_endless_loader_the_first_examples_count() -> None:
-    batches = iter(lambda: (torch.randn(500, 3), torch.zeros(500)), None)
-    seen: list[float] = []
-
-    def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
-        seen.append(moments.n)
-        return w
-
-    walked(mlp(3, 4, 2), batches, visit)
-    assert seen == [4128, 4128]
-
-
-def _call(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    return model(batch["input"])
-
-
-def test_a_layer_without_positions_keeps_its_weights() -> None:
-    model, seen = Twice(), dict[str, float]()
+def seen_by_walk(model: nn.Module, inputs: Any, forward: Any = None) -> dict[str, float]:
+    """The number of positions of each matrix, in the order of the walk."""
+    seen: dict[str, float] = {}
 
     def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
         seen[matrix.name] = moments.n
-        return w
-
-    with pytest.warns(BayesAdamWarning, match=r"layer\.weight \(0 positions, 1 would do\)"):
-        walked(model, torch.randn(20, 4), visit, lambda model, x: model.head(x) + model.layer(x[:0]).sum())
-    assert seen == {"head.weight": 20, "layer.weight": 0}
-
-
-def test_passes_run_in_the_networks_order_on_its_device_without_gradients() -> None:
-    model, order = mlp(4, 5, 6, 2), list[str]()
-
-    def visit(matrix: Any, w: Tensor, moments: Any) -> Tensor:
-        order.append(matrix.name)
         assert not w.requires_grad
         assert not moments.a.requires_grad
         return w
 
-    x = torch.randn(300, 4)
+    walked(model, inputs, visit, forward)
+    return seen
+
+
+def test_of_an_endless_loader_the_first_examples_count() -> None:
+    batches = iter(lambda: (torch.randn(500, 3), torch.zeros(500)), None)
+    assert seen_by_walk(mlp(3, 4, 2), batches) == {"0.weight": 4128, "2.weight": 4128}
+
+
+def test_a_layer_without_positions_keeps_its_weights() -> None:
+    with pytest.warns(BayesAdamWarning, match=r"layer\.weight \(0 positions, 1 would do\)"):
+        seen = seen_by_walk(twice(), torch.randn(20, 4), lambda m, x: m.head(x) + m.layer(x[:0]).sum())
+    assert seen == {"head.weight": 20, "layer.weight": 0}
+
+
+def test_passes_run_in_the_networks_order_on_its_device_without_gradients() -> None:
+    x, model = torch.randn(300, 4), mlp(4, 5, 6, 2)
     with torch.inference_mode(), torch.device("meta"):
-        walked(model, x, visit)
-    assert order == ["0.weight", "2.weight", "4.weight"]
+        assert list(seen_by_walk(model, x)) == ["0.weight", "2.weight", "4.weight"]

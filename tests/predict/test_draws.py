@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.func import functional_call
 
 import bayesadam as ba
 from bayesadam.predict import linearised, linearised_draws, sampled
-from cases import mlp
+from cases import mlp, seeded
 from floats import assert_close
 from predict.cases_networks import (
     NETWORKS,
@@ -22,6 +21,7 @@ from predict.cases_networks import (
     Then,
     jacobian,
     normal,
+    parameters_of,
     posterior_over,
     spread_inputs,
 )
@@ -33,16 +33,9 @@ KINDS: dict[str, Callable[..., Any]] = {"sampled": sampled, "linearised": linear
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def narrow(model: nn.Module) -> ba.Posterior:
     """Narrow enough to be sampled."""
     return posterior_over(model, n_data=1e5, prior_precision=1e4)
-
-
-# --- the draws themselves -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("network", NETWORKS[::2], ids=lambda network: network.name)
@@ -52,7 +45,7 @@ def test_draws_are_those_of_the_weights(network: Network):
     posterior, generator = narrow(model), seeded()
     found = {kind: draw(posterior, inputs, 2, generator=seeded()) for kind, draw in KINDS.items()}
     output, caller = spread_inputs(model, inputs), Lambda(lambda self, x: spread_inputs(self.model, x), model=model)
-    j = jacobian(model, list(posterior.mean), output)
+    j = jacobian(parameters_of(posterior), output)
     for i in range(2):
         theta = posterior.sample(generator=generator)
         with torch.no_grad():
@@ -67,7 +60,6 @@ def test_draws_are_those_of_the_weights(network: Network):
 
 
 def test_mean_and_variance_are_those_of_the_draws():
-    torch.manual_seed(0)
     posterior, x = narrow(Then(mlp(3, 4, 4), lambda z: z.view(-1, 2, 2)).double()), normal(5, 3)()
     found = sampled(posterior, x, 7, generator=seeded())
     assert found.draws.shape == (7, 5, 2, 2)
@@ -81,54 +73,14 @@ def test_mean_and_variance_are_those_of_the_draws():
 
 @every_kind
 def test_a_draw_is_one_function_for_all_inputs_with_gradients(kind: str):
-    torch.manual_seed(0)
     posterior, x = posterior_over(mlp(3, 6, 2).double()), normal(6, 3)()
     function = lambda z: KINDS[kind](posterior, z, 2, generator=seeded(7)).draws[0]  # noqa: E731
     assert_close(function(x[2:4]), function(x)[2:4])
     assert torch.autograd.gradcheck(function, (x[:2].requires_grad_(),))
 
 
-# --- ways of computing them -----------------------------------------------------------------------------------------
-
-
-class OldSine(torch.autograd.Function):
-    """As most were written: nothing that torch.func could use."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].cos()
-
-
-def with_item(x: Tensor) -> Tensor:
-    return x.sin() if math.isfinite(x.sum().item()) else x
-
-
-def sequences(sine: Callable[[Tensor], Tensor]) -> nn.Module:
-    torch.manual_seed(0)
-    members = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 2), "scale": nn.Parameter(torch.randn(4))}
-    return Lambda(lambda self, x: self.b(sine(self.a(x)) * self.scale).sum(dim=1), **members).double()
-
-
-@pytest.mark.parametrize("sine", [OldSine.apply, with_item], ids=["old-function", "item"])
-def test_operations_that_cannot_be_vectorised_or_pushed_forward_give_the_same(sine: Callable[[Tensor], Tensor]):
-    x = normal(3, 2, 3)()
-    usual, other = narrow(sequences(torch.sin)), narrow(sequences(sine))
-    expected, found = (linearised(q, x, covariance=True) for q in (usual, other))
-    assert_close(found.mean, expected.mean, rtol=1e-10)
-    assert_close(found.covariance, expected.covariance, rtol=1e-8, atol=1e-14)
-    for draw in KINDS.values():
-        expected, found = (draw(q, x, 4, generator=seeded()) for q in (usual, other))
-        assert_close(found.draws, expected.draws, rtol=1e-8, atol=1e-12)
-
-
 @every_kind
 def test_draws_are_reproducible(kind: str):
-    torch.manual_seed(0)
     posterior, x = narrow(mlp(3, 4, 2)), torch.randn(4, 3)
 
     def draws(generator: torch.Generator | None) -> Tensor:

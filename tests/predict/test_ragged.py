@@ -144,17 +144,6 @@ def test_novelty_of_graphs_does_not_depend_on_the_others(name: str) -> None:
     assert_close(again(batch(some)).novelty, net(batch(some)).novelty, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_other_graphs_take_the_plan_of_the_first(name: str) -> None:
-    """In lists of other lengths too, with the variances that each has alone."""
-    q, batch, forward = setting(name)
-    some = graphs_of(5)
-    variance = torch.cat([linearised(q, batch(part), forward=forward).variance for part in (some[:2], some[2:])])
-    assert len(plan._plans[q.model]) == 1
-    alone = [linearised(q, batch([g]), forward=forward).variance for g in some]
-    assert_close(variance, torch.cat(alone))
-
-
 def test_targets_of_a_batch_of_graphs_are_its_own():
     q, batch, _ = setting("geometric")
     held_out, some = graphs_of(40), graphs_of(5, seed=1)
@@ -216,7 +205,6 @@ def test_networks_of_graphs_are_made_smaller(name: str) -> None:
 
 def test_nodes_are_positions_of_a_layer():
     """A layer of nodes is conditioned on all of them, as if each were an example."""
-    torch.manual_seed(0)
     q, some = posterior_over(nn.Linear(4, 3)), graphs_of(40)
     kept = masks(q, 0.5)
     by_nodes = condition(q, kept, torch.cat([g.x for g in some]))
@@ -226,17 +214,19 @@ def test_nodes_are_positions_of_a_layer():
 
 @pytest.mark.parametrize("name", FORMS)
 def test_variances_of_graphs_are_those_of_their_gradients(name: str) -> None:
+    """Of lists of several lengths, which take the plan of the first."""
     q, batch, forward = setting(name)
     some = graphs_of(5)
-    prediction = linearised(q, batch(some), forward=forward)
-    call = forward or (lambda model, data: model(data))
+    parts = [linearised(q, batch(part), forward=forward) for part in (some[:2], some[2:])]
+    assert len(plan._plans[q.model]) == 1
+    mean, variance = torch.cat([p.mean for p in parts]), torch.cat([p.variance for p in parts])
     for i, g in enumerate(some):
-        f = call(q.model, batch([g]))[0]
-        assert_close(prediction.mean[i], f)
+        f = (forward or type(q.model).__call__)(q.model, batch([g]))[0]
+        assert_close(mean[i], f)
         for k in range(2):
             gradients = torch.autograd.grad(f[k], list(q.model.parameters()), retain_graph=True)
             pairs = zip(gradients, q.coordinate_variance.values(), strict=True)
-            assert_close(prediction.variance[i, k], sum((d.square() * v).sum() for d, v in pairs))
+            assert_close(variance[i, k], sum((d.square() * v).sum() for d, v in pairs))
 
 
 @pytest.mark.parametrize("name", FORMS)

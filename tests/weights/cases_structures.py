@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal
 import bayesadam as ba
 from bayesadam.weights.diagonal import Diagonal
 from bayesadam.weights.inputs import InputSide
-from cases import orthonormal, soap
+from cases import dense_moment, orthonormal, soap
 
 N, DELTA, BATCH = 50, 0.7, 8
 # With the input side the bias of the convolution is a column of its matrix, and that of the head stays by itself.
@@ -94,19 +94,13 @@ def curvature(q: ba.GaussianWeights, power: float) -> Tensor:
     """Vᵖ of all weights together."""
     blocks = []
     for name in names_of(q):
-        v, side, basis = q.curvature.second_moment[name], q.curvature.inputs.get(name), q.curvature.bases.get(name)
-        if side is not None:
+        v, side, bases = q.curvature.second_moment[name], q.curvature.inputs.get(name), q.curvature.bases
+        if side is None:
+            blocks.append(dense_moment(Diagonal({name: v}, {name: bases[name]} if name in bases else {}), power))
+        else:
             a = side.basis @ side.spectrum.diag() @ side.basis.T
             rows = v.sum(dim=1) / side.spectrum.sum()
             blocks.append(torch.block_diag(*[g**power * a for g in rows]))
-        elif basis is not None:
-            rows, columns = (v.shape[0], v[0].numel()) if v.dim() > 1 else (1, len(v))
-            left = torch.eye(rows).double() if basis.left is None else basis.left
-            right = torch.eye(columns).double() if basis.right is None else basis.right
-            both = torch.kron(left, right)
-            blocks.append(both @ (v.flatten() ** power).diag() @ both.T)
-        else:
-            blocks.append((v.flatten() ** power).diag())
     return torch.block_diag(*blocks)
 
 

@@ -1,6 +1,4 @@
-"""One of several processes of test_distributed: runs every check, and has the first process write down what it
-found.
-"""
+"""One of several processes of test_distributed: every check, against what a process without any distribution has."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bayesadam as ba
@@ -90,13 +88,23 @@ def statistics(posterior: ba.Posterior) -> dict[str, Any]:
     return found | {"log_prob": posterior.log_prob(draws)}
 
 
-def read(model: nn.Module, state: dict[str, Any]) -> ba.Posterior:
-    """In the form in which all of the equation counts."""
-    return ba.Posterior.from_state_dict(model, state, N_DATA, **SETTINGS).replace(form="likelihood")
+def plain(network: str = "linear") -> tuple[ba.Posterior, torch.optim.Optimizer]:
+    """What one process without any distribution has, in the form in which all of the equation counts."""
+    model = fresh(network)
+    optimizer = train(model)
+    posterior = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **SETTINGS)
+    return posterior.replace(form="likelihood"), optimizer
+
+
+def same(found: dict[str, Any], expected: dict[str, Any], *, exactly: bool = True) -> None:
+    """Sums over many weights depend on their order, but for rounding."""
+    exact, rounded = {"rtol": 1e-300}, {"rtol": 2e-5, "atol": 1e-6}
+    for key, value in found.items():
+        assert_close(value, expected[key], msg=key, **(exact if exactly and key != "log_prob" else rounded))
 
 
 class Checks:
-    """Each method is one check; what it returns is compared with other numbers of processes, and with one plain one."""
+    """Each method is one check, against the posterior of one plain process."""
 
     def __init__(self, folder: Path, world: int) -> None:
         self.folder, self.world = folder, world
@@ -104,12 +112,12 @@ class Checks:
 
     def read(self, network: str) -> ba.Posterior:
         """The posterior of the plain process, over shards of the same weights."""
-        saved = torch.load(self.folder / f"{network}.pt", weights_only=True)
-        model = NETWORKS[network]()
-        model.load_state_dict(saved["model"])
-        return read(split(model), saved["optimizer"])
+        posterior, optimizer = plain(network)
+        model = split(posterior.model)
+        read = ba.Posterior.from_state_dict(model, optimizer.state_dict(), N_DATA, **SETTINGS)
+        return read.replace(form="likelihood")
 
-    def check_statistics(self) -> Any:
+    def check_statistics(self) -> None:
         posterior = self.read("linear")
         assert posterior.is_sharded
         for named in (posterior.mode, posterior.variance, posterior.sample(2)):
@@ -117,22 +125,23 @@ class Checks:
             assert rows == (5 if self.world == 1 else (3, 2)[self.rank])
         assert self.world == 1 or own_part(posterior.mode["2.bias"]).numel() == (1, 0)[self.rank]
         assert posterior.n_weights == 26
-        return statistics(posterior)
+        same(statistics(posterior), statistics(plain()[0]))
 
     def check_a_checkpoint_is_read_onto_shards(self) -> None:
-        expected = self.read("norm")
+        expected, (posterior, optimizer), path = self.read("norm"), plain("norm"), self.folder / f"norm_{self.rank}.pt"
+        torch.save({"model": posterior.model.state_dict(), "optimizer": optimizer.state_dict()}, path)
         model = split(fresh("norm"))
-        found = ba.Posterior.from_checkpoint(self.folder / "norm.pt", model, N_DATA, **SETTINGS)
-        found = found.replace(form="likelihood")
+        found = ba.Posterior.from_checkpoint(path, model, N_DATA, **SETTINGS).replace(form="likelihood")
         for name, theta in expected.mode.items():
             assert torch.equal(own_part(found.mode[name]), own_part(theta))
             assert torch.equal(own_part(found.variance[name]), own_part(expected.variance[name]))
         assert_close(model(inputs()), expected.model(inputs()))
 
-    def check_tensor_priors(self) -> Any:
-        return statistics(self.read("linear").replace(prior_precision=priors()))
+    def check_tensor_priors(self) -> None:
+        ours, expected = (q.replace(prior_precision=priors()) for q in (self.read("linear"), plain()[0]))
+        same(statistics(ours), statistics(expected))
 
-    def check_sampled(self) -> Any:
+    def check_sampled(self) -> None:
         posterior = self.read("linear")
         model = posterior.model
         bits = {name: own_part(p).clone() for name, p in model.named_parameters()}
@@ -152,8 +161,15 @@ class Checks:
         parameters = posterior.parameters()
         assert all(torch.equal(own_part(parameters[name]), kept) for name, kept in bits.items())
         copy_into(posterior.model, posterior.mean)
+        other = plain()[0]
         with torch.no_grad():
-            return {"drawn": found, "at_mean": model(inputs())}
+            with other.sampled(generator=seeded()) as held:
+                drawn = held(inputs())
+            copy_into(other.model, other.mean)
+            at_mean = other.model(inputs())
+            ours = {"drawn": found, "at_mean": model(inputs())}
+        same(ours, {"drawn": drawn, "at_mean": at_mean}, exactly=False)
+        assert (drawn - at_mean).abs().max() > 1e-3
 
     def check_seeds_are_agreed_on(self) -> None:
         posterior = self.read("linear")
@@ -164,14 +180,15 @@ class Checks:
         again = posterior.sample()
         assert all(torch.equal(whole(drawn[name]), whole(again[name])) for name in drawn)
 
-    def check_training(self) -> Any:
+    def check_training(self) -> None:
         """Trained as shards, the data being the same on every process."""
         model = split(fresh("linear"))
         optimizer = train(model)
         with torch.no_grad():
             model(inputs())
         posterior = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **SETTINGS).replace(form="likelihood")
-        return {key: value for key, value in statistics(posterior).items() if key in ("mean", "variance")}
+        ours = {key: value for key, value in statistics(posterior).items() if key in ("mean", "variance")}
+        same(ours, statistics(plain()[0]), exactly=False)
 
     def check_bad_moments_are_refused_everywhere(self) -> None:
         model = split(fresh("linear"))
@@ -214,27 +231,20 @@ class Checks:
                 (model(ids) - 1).square().mean().backward()
                 optimizer.step()
             options = {"prior_precision": delta}
-            plain = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **options).replace(form=form)
+            alone = ba.Posterior.from_optimizer(model, optimizer, N_DATA, **options).replace(form=form)
             shards = split(copy.deepcopy(model))
             posterior = ba.Posterior.from_state_dict(shards, optimizer.state_dict(), N_DATA, **options)
             posterior = posterior.replace(form=form)
-            for ours, truth in (
-                (posterior.mean, plain.mean),
-                (posterior.variance, plain.variance),
-                (posterior.sample(generator=seeded()), plain.sample(generator=seeded())),
-                (posterior.sample(3, generator=seeded()), plain.sample(3, generator=seeded())),
-            ):
-                for name, expected in truth.items():
-                    assert torch.equal(whole(ours[name]), expected), (row, delta, form, name)
+            same(statistics(posterior), statistics(alone))
 
-    def check_gathered(self) -> Any:
+    def check_gathered(self) -> None:
         posterior = self.read("linear")
-        for plain in (nn.Linear(3, 5), split(fresh("linear"))):
+        for other in (nn.Linear(3, 5), split(fresh("linear"))):
             with pytest.raises(MatchError):
-                posterior.gathered(plain)
+                posterior.gathered(other)
         gathered = posterior.gathered(fresh("linear"))
         assert not gathered.is_sharded
-        return statistics(gathered)
+        same(statistics(gathered), statistics(plain()[0]))
 
     def check_what_needs_whole_tensors_says_so(self) -> None:
         posterior = self.read("linear")
@@ -247,30 +257,30 @@ class Checks:
                 work()
         assert str(posterior).startswith("Posterior over FSDPSequential")
 
-    def check_saving(self) -> Any:
-        target = self.folder / f"saved_by_{self.world}.safetensors"
-        posterior = self.read("linear").replace(prior_precision=priors() | {"0.bias": 0.5}, scale=0.25)
-        posterior = posterior.replace(noise_variance=0.1)
+    def check_saving(self) -> None:
+        """What these processes wrote is read by them, by one alone, and by another number of processes."""
+        target, how = self.folder / f"saved_by_{self.world}.safetensors", {"scale": 0.25, "noise_variance": 0.1}
+        posterior, expected = (
+            q.replace(prior_precision=priors() | {"0.bias": 0.5}, **how) for q in (self.read("linear"), plain()[0])
+        )
         posterior.replace(scale=9.0).save(target)
         # In place of the older one.
         posterior.save(target)
-        loaded = ba.Posterior.load(target, split(fresh("linear")))
-        assert loaded.is_sharded
-        assert loaded.settings.scale == 0.25
+        for path in (target, *([self.folder / "saved_by_2.safetensors"] if self.world == 1 else [])):
+            for model in (split(fresh("linear")), fresh("linear")):
+                loaded = ba.Posterior.load(path, model)
+                assert loaded.is_sharded == isinstance(model, FSDPModule)
+                assert loaded.settings.scale == 0.25
+                same(statistics(loaded), statistics(expected))
         with pytest.raises(FileError, match="does not exist"):
             posterior.save(self.folder / "nowhere" / "posterior.safetensors")
-        return statistics(loaded)
 
-    def check_loading(self) -> Any:
-        """What one plain process wrote, and what another number of processes wrote."""
-        found = [statistics(ba.Posterior.load(self.folder / "plain.safetensors", split(fresh("linear"))))]
-        other = self.folder / "saved_by_2.safetensors"
-        if self.world == 1:
-            found.append(statistics(ba.Posterior.load(other, split(fresh("linear")))))
-            found.append(statistics(ba.Posterior.load(other, fresh("linear"))))
-        return found
+    def check_what_a_plain_process_wrote(self) -> None:
+        posterior, path = plain()[0], self.folder / f"plain_{self.rank}.safetensors"
+        posterior.save(path)
+        same(statistics(ba.Posterior.load(path, split(fresh("linear")))), statistics(posterior))
 
-    def check_ddp(self) -> Any:
+    def check_ddp(self) -> None:
         model = fresh("linear")
         # Each process has data of its own.
         wrapped = nn.parallel.DistributedDataParallel(model)
@@ -282,11 +292,9 @@ class Checks:
             drawn = wrapped(inputs())
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         assert not torch.equal(wrapped(inputs()), drawn)
-        found = {"drawn": drawn, "statistics": statistics(posterior)}
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, drawn)
         assert all(torch.equal(other, drawn) for other in everyone)
-        return found
 
 
 def checks(folder: Path) -> dict[str, Callable[[], Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -120,29 +121,23 @@ def test_recorded_gradients_stand_for_the_state():
 
 def test_a_prior_that_follows_the_weights_is_read_at_the_weights_of_the_file(tmp_path):
     """`LoraPrior` at θ of the file, not at those that the model had; at another power nothing is loaded."""
-    names = ("inner.lora_A.weight", "inner.lora_B.weight")
-    torch.manual_seed(0)
 
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleDict({"lora_A": nn.Linear(3, 2, bias=False), "lora_B": nn.Linear(2, 3, bias=False)})
+    def adapted() -> nn.Module:
+        layers = OrderedDict(lora_A=nn.Linear(3, 2, bias=False), lora_B=nn.Linear(2, 3, bias=False))
+        return nn.Sequential(OrderedDict(inner=nn.Sequential(layers)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner["lora_B"](self.inner["lora_A"](x))
-
-    model, fresh = Adapted(), Adapted()
+    model, fresh = adapted(), adapted()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     how: Any = {"prior_precision": ba.LoraPrior(2.0, scaling=1.0), "batch_size": 8}
-    before = fresh.inner["lora_A"].weight.clone()
+    before = fresh.inner.lora_A.weight.clone()
     with pytest.raises(SettingError, match="needs power=1"):
         ba.Posterior.from_checkpoint(tmp_path / "c.pt", fresh, N, **how)
-    assert torch.equal(fresh.inner["lora_A"].weight, before)
+    assert torch.equal(fresh.inner.lora_A.weight, before)
     q = ba.Posterior.from_checkpoint(tmp_path / "c.pt", fresh, N, power=1.0, **how)
-    rows = model.inner["lora_B"].weight.detach().square().sum(dim=0)
-    assert_close(q.prior_precision[names[0]], 2.0 * rows[:, None].expand(2, 3), rtol=1e-5)
+    rows = model.inner.lora_B.weight.detach().square().sum(dim=0)
+    assert_close(q.prior_precision["inner.lora_A.weight"], 2.0 * rows[:, None].expand(2, 3), rtol=1e-5)
     assert q.settings.covariant
     assert not q.replace(prior_precision=1.0).settings.covariant
     with pytest.raises(SettingError, match="needs a model"):

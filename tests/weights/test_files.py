@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import gc
 import json
 import stat
 import warnings
@@ -24,7 +23,7 @@ from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingErr
 from bayesadam.readers import format_of, read_checkpoint, read_curvature
 from bayesadam.readers.compression import decode, encode, outline, probe, widened
 from bayesadam.readers.formats.lazy import Lazy
-from cases import mlp, soap, train, trained
+from cases import mlp, rewrite, seeded, soap, train, trained
 from floats import approx, assert_close
 
 COMPRESSIONS = (None, "factored")
@@ -34,10 +33,6 @@ N = 64
 def build(**settings: object) -> ba.Posterior:
     model, optimizer = trained(seed=1)
     return ba.Posterior.from_optimizer(model, optimizer, 321, **{"prior_precision": 1.5, **settings})
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
 
 
 # --- one file -------------------------------------------------------------------------------------------------------
@@ -55,13 +50,11 @@ def test_a_round_trip_is_exact(tmp_path, settings):
     q, path = build().replace(scale=0.25, **settings), tmp_path / "q.safetensors"
     q.save(path)
     loaded = ba.Posterior.load(path, mlp(3, 5, 2))
-    for name in q.mean:
-        assert torch.equal(loaded.mean[name], q.mean[name])
-        assert torch.equal(loaded.variance[name], q.variance[name])
+    assert_close(loaded.mean, q.mean, rtol=1e-300)
+    assert_close(loaded.variance, q.variance, rtol=1e-300)
     assert (loaded.scale, loaded.likelihood, loaded.temperature) == (0.25, q.likelihood, q.temperature)
     assert str(loaded.noise_variance) == str(q.noise_variance)
-    first, second = q.sample(generator=seeded()), loaded.sample(generator=seeded())
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_close(loaded.sample(generator=seeded()), q.sample(generator=seeded()), rtol=1e-300)
 
 
 def test_loading_fills_the_model_with_the_mean_in_its_own_type(tmp_path):
@@ -87,46 +80,40 @@ def test_the_file_holds_named_tensors_and_a_json_header(tmp_path):
         ba.GaussianWeights.open(path, power=0.7)
 
 
-def rewrite(path: Path, **changes: object) -> None:
-    tensors, header = storage.read(path)
-    save_file(tensors, path, metadata={"bayesadam": json.dumps({**header, **changes})})
-
-
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("change", "match"),
     [
-        ({"format": 99}, "format 99.*upgrade"),
-        ({"format": None}, "no 'bayesadam' header"),
-        ({"structure": "banded"}, "holds a 'banded' posterior"),
-        ({"parameters": ["0.weight", "missing"]}, "damaged.*missing"),
-        ({"settings": {}}, "damaged"),
-        ({"noise_variance": []}, "damaged"),
-        ({"temperature": [1.0]}, "damaged"),
-        ({"parameters": 5}, "damaged"),
+        (lambda h, t: h.update(format=99), "format 99.*upgrade"),
+        (lambda h, t: h.update(format=None), "no 'bayesadam' header"),
+        (lambda h, t: h.update(structure="banded"), "holds a 'banded' posterior"),
+        (lambda h, t: h.update(parameters=["0.weight", "missing"]), "damaged.*missing"),
+        (lambda h, t: h.update(settings={}), "damaged"),
+        (lambda h, t: h.update(noise_variance=[]), "damaged"),
+        (lambda h, t: h.update(temperature=[1.0]), "damaged"),
+        (lambda h, t: h.update(parameters=5), "damaged"),
     ],
 )
-def test_headers_that_cannot_be_read(tmp_path, changes, match):
+def test_headers_that_cannot_be_read(tmp_path, change, match):
     path = tmp_path / "p.safetensors"
     build().save(path)
-    rewrite(path, **changes)
+    rewrite(path, change)
     with pytest.raises(FileError, match=match):
         ba.Posterior.load(path, mlp(3, 5, 2))
 
 
 @pytest.mark.parametrize(
-    ("key", "change"),
+    ("key", "tensor"),
     [
-        ("mode.0.weight", lambda t: t.int()),
-        ("second_moment.0.weight", lambda t: t.flatten()),
-        ("second_moment.0.bias", lambda t: t.to(torch.complex64)),
-        ("second_moment.2.bias", lambda t: t[:1]),
+        ("mode.0.weight", torch.ones(5, 3).int()),
+        ("second_moment.0.weight", torch.ones(15)),
+        ("second_moment.0.bias", torch.ones(5).to(torch.complex64)),
+        ("second_moment.2.bias", torch.ones(1)),
     ],
 )
-def test_tensors_that_do_not_fit_together(tmp_path, key, change):
+def test_tensors_that_do_not_fit_together(tmp_path, key, tensor):
     path = tmp_path / "p.safetensors"
     build().save(path)
-    tensors, header = storage.read(path)
-    save_file({**tensors, key: change(tensors[key])}, path, metadata={"bayesadam": json.dumps(header)})
+    rewrite(path, lambda _, tensors: tensors.update({key: tensor}))
     with pytest.raises(FileError, match="damaged"):
         ba.GaussianWeights.open(path)
 
@@ -229,7 +216,6 @@ def test_files_are_read_and_written_tensor_by_tensor(saved):
     moments = opened.curvature.second_moment
 
     def watched(name: str) -> torch.Tensor:
-        gc.collect()
         assert all(each() is None for each in seen)
         v = moments[name]
         seen.append(weakref.ref(v))
@@ -247,13 +233,16 @@ def test_files_are_read_and_written_tensor_by_tensor(saved):
 # --- without weights, and in fewer bytes ----------------------------------------------------------------------------
 
 
+def product(v: torch.Tensor) -> torch.Tensor:
+    """Of the margins of a matrix, over their sum."""
+    rows = v.double().flatten(1)
+    return (torch.outer(rows.sum(1), rows.sum(0)) / rows.sum()).view(v.shape)
+
+
 def test_factored_is_the_product_of_the_margins():
-    v = torch.rand(5, 3, 4, generator=seeded()) ** 4
+    v = torch.rand(5, 3, 4) ** 4
     v[2] = 0
-    found, matrix = decode(encode(v, "factored"), "v"), v.double().reshape(5, 12)
-    assert_close(found.double().reshape(5, 12), torch.outer(matrix.sum(1), matrix.sum(0)) / matrix.sum(), rtol=1e-6)
-    rank_one = torch.outer(torch.rand(4) + 0.1, torch.rand(6) + 0.1)
-    assert_close(decode(encode(rank_one, "factored"), "v"), rank_one, rtol=1e-6)
+    assert_close(decode(encode(v, "factored"), "v").double(), product(v), rtol=1e-6)
     assert not decode(encode(torch.zeros(4, 6), "factored"), "v").any()
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(MatchError, match="negative, NaN or infinite"):
@@ -282,7 +271,7 @@ def same_moments(found: Any, expected: Any, compress: str | None) -> None:
     assert list(found) == list(expected)
     for name, v in expected.items():
         if compress == "factored" and v.dim() > 1:
-            assert_close(found[name].sum(dim=1), v.sum(dim=1), rtol=1e-4)
+            assert_close(found[name].double(), product(v), rtol=1e-6)
         else:
             assert torch.equal(found[name], v)
 
@@ -339,7 +328,6 @@ def test_save_and_load_with_every_option(saved, weights, compress):
 
 @pytest.mark.parametrize("compress", COMPRESSIONS)
 def test_kronecker_is_published_with_its_bases(tmp_path, compress):
-    torch.manual_seed(0)
     model = mlp(20, 32, 3)
     optimizer = soap(model.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.95, 0.97))
     train(model, optimizer, steps=40)
@@ -351,7 +339,7 @@ def test_kronecker_is_published_with_its_bases(tmp_path, compress):
     assert set(live.curvature.bases) == set(loaded.curvature.bases) == set(again.curvature.bases)
     assert_close(again.variance, loaded.variance)
     for name in ("adam", "adagrad"):
-        with pytest.raises((MatchError, MatchError)):
+        with pytest.raises(MatchError):
             ba.Posterior.from_checkpoint(tmp_path / "model.safetensors", mlp(20, 32, 3), optimizer=name)
 
 
