@@ -179,7 +179,6 @@ _MAXIMUM = {
 }
 _SOAP = {"factors": rotated.listed, "bases": ("Q", "GG")}
 _TWO_SIDED = {"factors": rotated.two_sided, "bases": ("left", "right", rotated.LEFT_KEY, rotated.RIGHT_KEY)}
-_SAVED = f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}"
 _EIGHT_BITS = {
     "statistic": "quantised",
     "key": "state2",
@@ -228,7 +227,9 @@ READERS: tuple[StateReader, ...] = (
         "soap-pytorch-optimizer", f"{_PO}.soap.SOAP", **_SOAP, **_GROUP, mark="max_precondition_dim", idle_steps=1
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
-    _reader("published", "", **_TWO_SIDED, key=_SAVED, decay=(rotated.BETA_KEY, None), mark=rotated.SAVED_MARK),
+    _reader(
+        "published", "", **_TWO_SIDED, key=rotated.MOMENT_KEY, decay=(rotated.BETA_KEY, None), mark=rotated.SAVED_MARK
+    ),
     _reader("adagrad", "torch.optim.adagrad.Adagrad", **_SUM, coupled_decay=True),
     _average(
         "rmsprop",
