@@ -30,6 +30,7 @@ from bayesadam.readers import (
 )
 from bayesadam.readers import registry as registry_module
 from floats import assert_close
+from formats.same import same
 from readers import references
 from readers.references import Moments, Reference, Trace, dense, through_a_file, with_decay
 
@@ -291,15 +292,15 @@ def test_a_reader_against_the_definition(case: Case, optimizer_class: Callable[[
             check_moment(trained, name, v, corrected)
         # A saved state reads as the live one.
         read = read_state_dict(model, saved, optimizer=trained.reader(corrected))
-        assert_same(dict(read.second_moment), dict(live.second_moment))
+        assert same(dict(read.second_moment), dict(live.second_moment))
         assert (read.steps, read.weight_decay, read.reader) == (live.steps, live.weight_decay, live.reader)
     # Who wrote it is told by its entries, or asked for; never told wrong.
     with suppress(MatchError):
         found = read_state_dict(model, saved, optimizer=identify_reader(saved)).second_moment
-        assert_same(dict(found), dict(read_optimizer(model, optimizer).second_moment))
+        assert same(dict(found), dict(read_optimizer(model, optimizer).second_moment))
 
     # Reading changes nothing and shares no memory with the optimiser.
-    assert_same((optimizer.state_dict(), model.state_dict()), before)
+    assert same((optimizer.state_dict(), model.state_dict()), before)
     kept = {t.untyped_storage().data_ptr() for t in tensors_in(optimizer.state_dict())}
     assert kept.isdisjoint(v.untyped_storage().data_ptr() for v in live.second_moment.values())
 
@@ -317,15 +318,6 @@ def check_moment(trained: Trained, name: str, v: Tensor, corrected: bool) -> Non
 
 def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def assert_same(one: Any, other: Any) -> None:
-    """Equal to the last bit, through dictionaries and lists."""
-    (ours, kept), (theirs, expected) = pytree.tree_flatten(one), pytree.tree_flatten(other)
-    assert kept == expected
-    for x, y in zip(ours, theirs, strict=True):
-        assert type(x) is type(y)
-        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
 
 
 def qualified(cls: type) -> str:
@@ -435,7 +427,7 @@ def test_sgd_gives_ones_when_asked_by_name(saved: bool) -> None:
         curvature = read_state_dict(model, optimizer.state_dict(), optimizer="ogd")
     else:
         curvature = read_optimizer(model, optimizer, reader="ogd")
-    assert_same(dict(curvature.second_moment), {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+    assert same(dict(curvature.second_moment), {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
     assert curvature.weight_decay == {"weight": 0.01, "bias": 0.01}
 
 

@@ -17,6 +17,7 @@ from bayesadam.readers import read_optimizer, read_state_dict
 from bayesadam.readers.tracking import TENSORS
 from cases import Lion
 from floats import assert_close
+from formats.same import same
 
 
 def muon(parameters: Any) -> list[Optimizer]:
@@ -121,13 +122,7 @@ def test_saved_and_resumed_it_goes_on_to_the_bit(name, way, dtype):
     for optimizer, state in zip(optimizers[2], states, strict=True):
         optimizer.load_state_dict(state)
     train(second, optimizers[2], range(5, 9))
-    for one, other in zip(optimizers[0], optimizers[2], strict=True):
-        a, b = (o.state_dict() for o in (one, other))
-        assert a["param_groups"] == b["param_groups"]
-        for key, state in a["state"].items():
-            assert state.keys() == b["state"][key].keys()
-            for entry, value in state.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][key][entry])), entry
+    assert same(*([optimizer.state_dict() for optimizer in each] for each in (optimizers[0], optimizers[2])))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -255,11 +255,12 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
 
 
 def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointKeywords) -> Pairing:
-    how = {"ordered": checkpoint.ordered, "in_order": options.get("groups_in_order", False)}
+    in_order = options.get("groups_in_order", False)
     if named := pair_by_names(checkpoint.optimizer, checkpoint.weights, options.get("param_names")):
         return named
     try:
-        return pair(slots, candidates(checkpoint.weights, len(slots)), **how)
+        shapes = candidates(checkpoint.weights, len(slots))
+        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=in_order)
     except MatchError as error:
         remedy = "" if checkpoint.ordered else "; or pass the model, whose order it is (Posterior.from_checkpoint)"
         remedy += f". In {checkpoint.path} {checkpoint.choices}" if checkpoint.choices else ""
