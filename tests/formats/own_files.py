@@ -173,19 +173,12 @@ def unsealed(content: bytes) -> bytes:
     return joined(header, data)
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in nested JSON something can be replaced."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield (*path, key)
-        yield from _places(inner, (*path, key))
-
-
 def _changed(tree: Any, dice: random.Random) -> Any:
     """JSON with a value replaced, removed or swapped with another."""
     tree = copy.deepcopy(tree)
     # Shallow ones as often as deep ones.
     depths: dict[int, list[tuple[Any, ...]]] = {}
-    for place in _places(tree):
+    for place in fuzz.places(tree):
         depths.setdefault(len(place), []).append(place)
     (*way, last), (*other, end) = (dice.choice(depths[dice.choice(list(depths))]) for _ in range(2))
     at, there = tree, tree
