@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import bayesadam as ba
 from bayesadam.errors import FileError, MatchError
@@ -20,6 +19,7 @@ from bayesadam.readers import read_checkpoint, write_pruned
 from bayesadam.readers.formats.lazy import Lazy
 from cases import train, trained
 from formats.same import same, same_moments
+from readers.test_matching import Tied
 
 
 def saved(path: Path, tree: Any) -> Path:
@@ -179,32 +179,21 @@ def test_each_mask_is_computed_and_each_weight_read_once(pair: Any, tmp_path: Pa
     assert sorted(accessed) == sorted((kind, name) for kind in values for name in values[kind])
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(4, 4)
-        self.decode = nn.Linear(4, 4)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(torch.tanh(self.encode(x)))
-
-
 def test_tied_weights_are_pruned_under_both_names_and_stay_tied(tmp_path: Path) -> None:
     model = Tied()
     optimizer = torch.optim.Adam(model.parameters())
     train(model, optimizer)
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    mask = torch.eye(4, dtype=torch.bool)
+    mask = torch.eye(3, dtype=torch.bool)
     checkpoint = read_checkpoint(path)
-    write_pruned(checkpoint, {"encode.weight": mask}, tmp_path / "out.pt")
+    write_pruned(checkpoint, {"first.weight": mask}, tmp_path / "out.pt")
     out = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
-    assert torch.equal(out["decode.weight"], model.encode.weight * mask)
-    assert out["decode.weight"].data_ptr() == out["encode.weight"].data_ptr()
-    write_pruned(checkpoint, {"encode.weight": mask}, tmp_path / "out.safetensors")
+    assert torch.equal(out["second.weight"], model.first.weight * mask)
+    assert out["second.weight"].data_ptr() == out["first.weight"].data_ptr()
+    write_pruned(checkpoint, {"first.weight": mask}, tmp_path / "out.safetensors")
     loaded = Tied()
     loaded.load_state_dict(load_file(tmp_path / "out.safetensors"))
-    assert torch.equal(loaded.decode.weight, model.encode.weight * mask)
+    assert torch.equal(loaded.second.weight, model.first.weight * mask)
 
 
 def test_masks_are_checked_before_anything_is_written(pair: Any, tmp_path: Path) -> None:
