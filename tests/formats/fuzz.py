@@ -162,6 +162,28 @@ def alarm() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+_listening: list[list[str]] = []
+
+
+def _noted(event: str, arguments: tuple[Any, ...]) -> None:
+    if _listening and event.startswith(_WATCHED) and event not in _ALLOWED:
+        _listening[-1].append(f"{event} {arguments[:1]}")
+
+
+@contextmanager
+def audited() -> Iterator[list[str]]:
+    """What is imported, compiled, started or changed on the machine meanwhile."""
+    _listening.append([])
+    try:
+        yield _listening[-1]
+    finally:
+        _listening.pop()
+
+
+# It cannot be removed.
+sys.addaudithook(_noted)
+
+
 def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
     """The mutations of these numbers, each through `inspect`."""
     seeds = corpus()
@@ -169,42 +191,29 @@ def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
     for name in names:
         # What torch brings in when it is first used is not the files' doing.
         (folder / name).write_bytes(seeds[name])
-        _outcome(0, name, folder / name, [])
+        _outcome(0, name, folder / name)
         (folder / name).unlink()
-    events: list[str] = []
-    watching = [False]
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if watching[0] and event.startswith(_WATCHED) and event not in _ALLOWED:
-            events.append(f"{event} {arguments[:1]}")
-
-    sys.addaudithook(hook)
     for number in numbers:
         dice = random.Random(f"{seed}/{number}")
         name = dice.choice(names)
         path = folder / f"{number}-{name}"
         path.write_bytes(mutated(seeds[name], dice))
-        events.clear()
-        watching[0] = True
-        found = _outcome(number, name, path, events)
-        watching[0] = False
-        yield found
+        yield (found := _outcome(number, name, path))
         if found.what in ("read", "refused"):
             path.unlink()
 
 
-def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
+def _outcome(number: int, name: str, path: Path) -> Outcome:
     what, detail = "read", ""
-    try:
-        with alarm():
-            inspect(path)
-    except BayesAdamError:
-        what = "refused"
-    except BaseException as error:
-        what, detail = (
-            "HANG" if isinstance(error, TimeoutError) else "CRASH",
-            "".join(traceback.format_exception(error)),
-        )
+    with audited() as events:
+        try:
+            with alarm():
+                inspect(path)
+        except BayesAdamError:
+            what = "refused"
+        except BaseException as error:
+            what = "HANG" if isinstance(error, TimeoutError) else "CRASH"
+            detail = "".join(traceback.format_exception(error))
     if events:
         what, detail = "CALLED", "; ".join(events[:3])
     return Outcome(number, name, what, detail)
