@@ -72,9 +72,11 @@ def choose(
     copies = {} if asked else _copies(networks)
     notes = tuple(f"{dotted(copy.path)!r} was not read, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
     originals = {path: network for path, network in by_path.items() if network not in copies}
-    usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
+    usual = asked or tuple((_usual(originals, _WEIGHTS_KEYS) or originals).values())
+    # Without a usual key a state may be that of any network: `opt_disc` is not that of `model`.
+    usual_states = _usual(states, _OPTIMIZER_KEYS) or ({} if len(originals) > 1 and not asked else states)
     is_clear = len(usual_states) == 1 and (bool(asked) or len(usual) == 1)
-    clear = Choice(usual, next(iter(usual_states)), notes)
+    clear = Choice(usual, next(iter(usual_states), ()), notes)
     is_named = len(asked) == 1 and optimizer_key is not None
     if is_clear and (is_named or fit(clear, states[clear.state])):
         return clear
@@ -115,10 +117,10 @@ def _under(choices: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]
 
 
 def _usual(choices: Mapping[Keys, T], keys: Sequence[str]) -> dict[Keys, T]:
-    """The shallowest under a usual key, else all."""
+    """The shallowest under a usual key."""
     usual = [path for path in choices if any(part.lower() in keys for part in path[-2:])]
     depth = min(map(len, usual), default=0)
-    return {path: value for path, value in choices.items() if not usual or (path in usual and len(path) == depth)}
+    return {path: choices[path] for path in usual if len(path) == depth}
 
 
 def copies_of(chosen: Sequence[Network], networks: Sequence[Network]) -> dict[Network, Network]:
