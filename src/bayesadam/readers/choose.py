@@ -131,10 +131,9 @@ def copies_of(chosen: Sequence[Network], networks: Sequence[Network]) -> dict[Ne
 
 
 def matching(copy: Network, original: Network) -> dict[str, str]:
-    """The name in a network behind every name in a copy of it, where both have the same shape."""
-    ours, theirs = _sized(copy), _sized(original)
-    both = [(*ours[name], *theirs[name]) for name in ours if name in theirs]
-    return {key: other for key, shape, other, its_shape in both if shape == its_shape}
+    """The key in a network behind every key in a copy of it, whose names and shapes are the same."""
+    keys = _sized(original)
+    return {key: keys[name][0] for name, (key, _) in _sized(copy).items()}
 
 
 def _sized(network: Network) -> dict[str, tuple[str, torch.Size]]:
