@@ -137,6 +137,7 @@ ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
 NADAM, RADAM = "torch.optim.nadam.NAdam", "torch.optim.radam.RAdam"
 ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
 ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
+SB3_RMSPROP = "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
 
 CASES = [
@@ -175,6 +176,7 @@ CASES = [
     *cases(
         "rmsproptf-decoupled", RMSPROPTF, references.rmsprop_from_one, atol=2e-7, weight_decay=0.1, decoupled_decay=True
     ),
+    *cases("rmsproptf-stable-baselines", SB3_RMSPROP, references.rmsprop_from_one, CENTRED, coupled=True, atol=2e-7),
     *cases("adabelief", ADABELIEF, references.adabelief, DECAY, eps=1e-5),
     *cases("adabelief-coupled", ADABELIEF, references.adabelief, DECAY, coupled=True, eps=1e-8, decoupled_decay=False),
     *cases("adabelief-amsgrad", ADABELIEF, references.adabelief, **AMSGRAD),
