@@ -78,6 +78,14 @@ def test_a_count_in_the_group_without_a_mark_is_nobodys() -> None:
         identify_reader(state)
 
 
+def test_an_average_that_may_start_at_one_is_asked_for() -> None:
+    """Of Stable-Baselines3's RMSprop nothing but its start differs from torch's, before that had more options."""
+    group = {"lr": 1e-2, "momentum": 0, "alpha": 0.9, "eps": 1e-8, "centered": False, "weight_decay": 0}
+    with pytest.raises(MatchError, match="rmsprop-old or rmsproptf-like, which are read differently: say which"):
+        identify_reader(grouped(group, entries=["square_avg"]))
+    assert identify_reader(grouped({**group, "foreach": None}, entries=["square_avg"])).name == "rmsprop"
+
+
 @pytest.mark.parametrize("entry", ["last_grad", "p0", "s", "grok_exp_avg", "exp_avg_lr"])
 def test_what_else_is_kept_may_be_part_of_what_is_squared(entry: str) -> None:
     group = {"betas": (0.9, 0.99)}

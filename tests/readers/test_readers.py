@@ -117,7 +117,7 @@ def cases(
     **kwargs: Any,
 ) -> Iterator[Case]:
     """As many cases as the longest list of variants has, the shorter ones over again; the id begins with the reader."""
-    reader = id.partition("-")[0]
+    reader = id if id == "rmsproptf-like" else id.partition("-")[0]
     for number in range(max(map(len, variants), default=1)):
         combination = [variant[number % len(variant)] for variant in variants]
         words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
@@ -176,7 +176,7 @@ CASES = [
     *cases(
         "rmsproptf-decoupled", RMSPROPTF, references.rmsprop_from_one, atol=2e-7, weight_decay=0.1, decoupled_decay=True
     ),
-    *cases("rmsproptf-stable-baselines", SB3_RMSPROP, references.rmsprop_from_one, CENTRED, coupled=True, atol=2e-7),
+    *cases("rmsproptf-like", SB3_RMSPROP, references.rmsprop_from_one, CENTRED, alpha=0.9, atol=2e-7),
     *cases("adabelief", ADABELIEF, references.adabelief, DECAY, eps=1e-5),
     *cases("adabelief-coupled", ADABELIEF, references.adabelief, DECAY, coupled=True, eps=1e-8, decoupled_decay=False),
     *cases("adabelief-amsgrad", ADABELIEF, references.adabelief, **AMSGRAD),
@@ -350,6 +350,7 @@ ELSEWHERE = {
     *(("muon", f"muon.{name}") for name in ("Muon", "SingleDeviceMuon")),
     ("tracked", ""),
     ("ogd", ""),
+    ("rmsprop-old", ""),
     ("published", ""),
     ("soap", ""),
     ("soap-reference", "soap.SOAP"),

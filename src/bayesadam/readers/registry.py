@@ -170,6 +170,10 @@ _GROUP = {"step": "group"}
 _NONE = {"statistic": "none"}
 _SUM = {"statistic": "sum", "key": "sum", "start": "initial_accumulator_value"}
 _RMS = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg", "coupled_decay": True}
+_FROM_ONE = {
+    "start": 1.0,
+    "note": "Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
+}
 _BELIEF = {"key": "exp_avg_var", "maximum_key": "max_exp_avg_var", "decoupled_flag": "decoupled_decay"}
 _MAXIMUM = {
     "statistic": "root",
@@ -195,7 +199,7 @@ _FREE = {
     "mean": _schedule_free,
     "note": "The mean is the average x that it trains, not the y at which it takes gradients.",
 }
-_PO, _BNB = "pytorch_optimizer.optimizer", "bitsandbytes.optim"
+_PO, _BNB, _SB3 = "pytorch_optimizer.optimizer", "bitsandbytes.optim", "stable_baselines3.common.sb2_compat"
 _MUONS = ("muon.Muon", "muon_clip.MuonClip", "adago.AdaGO", "adamuon.AdaMuon", "normuon.NorMuon")
 _SCHEDULE_FREE = (
     *("adamw_schedulefree.AdamWScheduleFree", "adamw_schedulefree_closure.AdamWScheduleFreeClosure"),
@@ -235,16 +239,13 @@ READERS: tuple[StateReader, ...] = (
         "rmsprop",
         "torch.optim.rmsprop.RMSprop",
         **_RMS,
+        mark="foreach",
         note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
     ),
-    _average(
-        "rmsproptf",
-        "timm.optim.rmsprop_tf.RMSpropTF stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
-        **_RMS,
-        start=1.0,
-        decoupled_flag="decoupled_decay",
-        note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
-    ),
+    # A saved state of RMSpropTFLike looks as one of torch's before that had `foreach`: neither is told.
+    _average("rmsprop-old", "", **_RMS),
+    _average("rmsproptf-like", f"{_SB3}.rmsprop_tf_like.RMSpropTFLike", **_RMS, **_FROM_ONE),
+    _average("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF", **_RMS, **_FROM_ONE, decoupled_flag="decoupled_decay"),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     _reader("adamax", "torch.optim.adamax.Adamax", **_MAXIMUM, coupled_decay=True),
     # Its average starts from the first gradient, so it has no bias to correct.
