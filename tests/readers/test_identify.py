@@ -83,7 +83,9 @@ def test_an_average_that_may_start_at_one_is_asked_for() -> None:
     group = {"lr": 1e-2, "momentum": 0, "alpha": 0.9, "eps": 1e-8, "centered": False, "weight_decay": 0}
     with pytest.raises(MatchError, match="rmsprop-old or rmsproptf-like, which are read differently: say which"):
         identify_reader(grouped(group, entries=["square_avg"]))
-    assert identify_reader(grouped({**group, "foreach": None}, entries=["square_avg"])).name == "rmsprop"
+    for options, name in (({}, "rmsprop"), ({"decoupled_decay": False}, "rmsproptf")):
+        state = grouped({**group, "foreach": None, **options}, entries=["square_avg"])
+        assert identify_reader(state).name == name
 
 
 @pytest.mark.parametrize("entry", ["last_grad", "p0", "s", "grok_exp_avg", "exp_avg_lr"])

@@ -182,8 +182,7 @@ def _corrected(stored: Tensor, entry: Entry) -> Tensor:
         remaining = -math.expm1(steps * math.log(beta)) if beta > 0 else 1.0
         start = reader.first(group)
         if start:
-            # In float32 the start would be rounded by as much as a few gradients add to it.
-            stored = stored.double().sub_(start * (1.0 - remaining)).clamp_(min=0.0).to(stored)
+            stored = stored.sub_(start * (1.0 - remaining)).clamp_(min=0.0)
         stored = stored.div_(remaining)
     if reader.centre_key is not None and group.get("centered"):
         centre = entry.state[reader.centre_key].detach().to(stored) / remaining

@@ -170,6 +170,7 @@ _GROUP = {"step": "group"}
 _NONE = {"statistic": "none"}
 _SUM = {"statistic": "sum", "key": "sum", "start": "initial_accumulator_value"}
 _RMS = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg", "coupled_decay": True}
+_MARKED_DECOUPLED = {"decoupled_flag": "decoupled_decay", "mark": "decoupled_decay"}
 _FROM_ONE = {
     "start": 1.0,
     "note": "Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
@@ -245,7 +246,7 @@ READERS: tuple[StateReader, ...] = (
     # A saved state of RMSpropTFLike looks as one of torch's before that had `foreach`: neither is told.
     _average("rmsprop-old", "", **_RMS),
     _average("rmsproptf-like", f"{_SB3}.rmsprop_tf_like.RMSpropTFLike", **_RMS, **_FROM_ONE),
-    _average("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF", **_RMS, **_FROM_ONE, decoupled_flag="decoupled_decay"),
+    _average("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF", **_RMS, **_FROM_ONE, **_MARKED_DECOUPLED),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     _reader("adamax", "torch.optim.adamax.Adamax", **_MAXIMUM, coupled_decay=True),
     # Its average starts from the first gradient, so it has no bias to correct.
