@@ -174,6 +174,13 @@ def adafactor(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> 
     return Moments(v, v)
 
 
+def adopt(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
+    """The first gradient's square is where the average starts."""
+    first, *others = squares(gradients)
+    s = average(others, settings["betas"][1]) + settings["betas"][1] ** len(others) * first
+    return Moments(s, s)
+
+
 def lamb(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
     """Adam's, of gradients whose common norm is clipped."""
     limit = settings["max_grad_norm"]

@@ -56,6 +56,7 @@ def test_of_three_betas_the_mark_says_which_is_the_second_moments() -> None:
     [
         ({"betas": (0.9, 0.99), "use_muon": False}, "muon-with-adam"),
         ({"betas": (0.9, 0.99), "fallback_lr_scale": 1.0}, "muon-timm"),
+        ({"betas": (0.9, 0.99), "clip_exp": 0.333, "decoupled": False}, "adopt"),
         ({"betas": (0.9, 0.99), "weight_lr_power": 2.0, "k": 3, "train_mode": True}, "schedule-free"),
         ({"betas": (0.9, 0.99), "weight_lr_power": 2.0, "step": 3}, "schedule-free-pytorch-optimizer"),
         ({"betas": (0.9, 0.99), "use_muon": False, "step": 3}, "muon-pytorch-optimizer"),

@@ -168,6 +168,7 @@ CASES = [
         "adamax", "torch.optim.adamax.Adamax", references.adamax, EACH, DECAY, coupled=True, betas=(0.9, 0.9), eps=1e-3
     ),
     *cases("adafactor", "torch.optim.Adafactor", references.adafactor, EACH, DECAY),
+    *cases("adopt", "timm.optim.adopt.Adopt", references.adopt, EACH, DECAY, coupled=True),
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
     *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
     *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),

@@ -182,6 +182,13 @@ _MAXIMUM = {
     "decay": ("betas", 1),
     "note": "A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
 }
+_ADOPT = {
+    "coupled_decay": True,
+    "decoupled_flag": "decoupled",
+    "key": "exp_avg_sq",
+    "decay": ("betas", 1),
+    "mark": "clip_exp",
+}
 _SOAP = {"factors": rotated.listed, "bases": ("Q", "GG")}
 _TWO_SIDED = {"factors": rotated.two_sided, "bases": ("left", "right", rotated.LEFT_KEY, rotated.RIGHT_KEY)}
 _EIGHT_BITS = {
@@ -249,10 +256,11 @@ READERS: tuple[StateReader, ...] = (
     _average("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF", **_RMS, **_FROM_ONE, **_MARKED_DECOUPLED),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     _reader("adamax", "torch.optim.adamax.Adamax", **_MAXIMUM, coupled_decay=True),
-    # Its average starts from the first gradient, so it has no bias to correct.
+    # Averages that start from the first gradient have no bias to correct: Adafactor's, ADOPT's.
     _reader(
         "adafactor", "torch.optim.Adafactor torch.optim._adafactor.Adafactor", statistic="factored", key="variance"
     ),
+    _reader("adopt", "timm.optim.adopt.Adopt", **_ADOPT),
     _average("lamb", "timm.optim.lamb.Lamb", **_GROUP, mark="grad_averaging"),
     _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", **_GROUP, mark="bias_correction"),
     _average("adabelief", "timm.optim.adabelief.AdaBelief", **_BELIEF, coupled_decay=True),
