@@ -182,13 +182,7 @@ _MAXIMUM = {
     "decay": ("betas", 1),
     "note": "A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
 }
-_ADOPT = {
-    "coupled_decay": True,
-    "decoupled_flag": "decoupled",
-    "key": "exp_avg_sq",
-    "decay": ("betas", 1),
-    "mark": "clip_exp",
-}
+_ADOPT = {"key": "exp_avg_sq", "decay": ("betas", 1), "coupled_decay": True, "decoupled_flag": "decoupled"}
 _SOAP = {"factors": rotated.listed, "bases": ("Q", "GG")}
 _TWO_SIDED = {"factors": rotated.two_sided, "bases": ("left", "right", rotated.LEFT_KEY, rotated.RIGHT_KEY)}
 _EIGHT_BITS = {
@@ -260,7 +254,7 @@ READERS: tuple[StateReader, ...] = (
     _reader(
         "adafactor", "torch.optim.Adafactor torch.optim._adafactor.Adafactor", statistic="factored", key="variance"
     ),
-    _reader("adopt", "timm.optim.adopt.Adopt", **_ADOPT),
+    _reader("adopt", "timm.optim.adopt.Adopt", **_ADOPT, mark="clip_exp"),
     _average("lamb", "timm.optim.lamb.Lamb", **_GROUP, mark="grad_averaging"),
     _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", **_GROUP, mark="bias_correction"),
     _average("adabelief", "timm.optim.adabelief.AdaBelief", **_BELIEF, coupled_decay=True),
