@@ -47,17 +47,17 @@ def corpus() -> dict[str, bytes]:
         "epoch": 3,
         "args": argparse.Namespace(a=1),
     }
-    found = {f"zip-{protocol}.pt": _saved(tree, protocol, True) for protocol in (2, 5)}
-    found |= {f"legacy-{protocol}.pt": _saved(tree, protocol, False) for protocol in (2, 4)}
+    found = {f"zip-{protocol}.pt": saved(tree, protocol, True) for protocol in (2, 5)}
+    found |= {f"legacy-{protocol}.pt": saved(tree, protocol, False) for protocol in (2, 4)}
     found |= {f"plain-{protocol}.pkl": pickle.dumps(tree, protocol) for protocol in range(6)}
-    found["module.pt"] = _saved({"model": model, "optimizer": optimizer.state_dict()}, 2, True)
+    found["module.pt"] = saved({"model": model, "optimizer": optimizer.state_dict()})
     found["weights.safetensors"] = save(model.state_dict())
     members = {
-        "policy.pth": _saved(model.state_dict(), 2, True),
-        "policy.optimizer.pth": _saved(optimizer.state_dict(), 2, True),
+        "policy.pth": saved(model.state_dict()),
+        "policy.optimizer.pth": saved(optimizer.state_dict()),
     }
-    found["sb3.zip"] = _zipped(members, zipfile.ZIP_STORED)
-    found["packed.zip"] = _zipped(members, zipfile.ZIP_DEFLATED)
+    found["sb3.zip"] = archive_of(members)
+    found["packed.zip"] = archive_of(members, zipfile.ZIP_DEFLATED)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
         Posterior.from_optimizer(model, optimizer, 10).save(path, compress="factored")
@@ -65,18 +65,27 @@ def corpus() -> dict[str, bytes]:
     return found
 
 
-def _saved(value: Any, protocol: int, zipped: bool) -> bytes:
+def saved(value: Any, protocol: int = 2, zipped: bool = True) -> bytes:
+    """What `torch.save` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     return buffer.getvalue()
 
 
-def _zipped(members: dict[str, bytes], compression: int) -> bytes:
+def archive_of(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip archive."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return buffer.getvalue()
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in nested dictionaries and lists something can be replaced."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(inner, (*path, key))
 
 
 def mutated(content: bytes, dice: random.Random) -> bytes:
@@ -128,7 +137,7 @@ def _mutated_archive(content: bytes, how: str, dice: random.Random) -> bytes:
         if name.endswith("data.pkl") and dice.random() < 0.3:
             hostile = (b"cposix\nsystem\nX\x04\x00\x00\x00true\x85R0", b"cbuiltins\neval\nX\x01\x00\x00\x001\x85R0")
             members[name] = held[:2] + dice.choice(hostile) + held[2:]
-    return _zipped(members, zipfile.ZIP_STORED)
+    return archive_of(members)
 
 
 class Outcome(NamedTuple):
@@ -153,6 +162,28 @@ def alarm() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+_listening: list[list[str]] = []
+
+
+def _noted(event: str, arguments: tuple[Any, ...]) -> None:
+    if _listening and event.startswith(_WATCHED) and event not in _ALLOWED:
+        _listening[-1].append(f"{event} {arguments[:1]}")
+
+
+@contextmanager
+def audited() -> Iterator[list[str]]:
+    """What is imported, compiled, started or changed on the machine meanwhile."""
+    _listening.append([])
+    try:
+        yield _listening[-1]
+    finally:
+        _listening.pop()
+
+
+# It cannot be removed.
+sys.addaudithook(_noted)
+
+
 def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
     """The mutations of these numbers, each through `inspect`."""
     seeds = corpus()
@@ -160,42 +191,29 @@ def inspected(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:
     for name in names:
         # What torch brings in when it is first used is not the files' doing.
         (folder / name).write_bytes(seeds[name])
-        _outcome(0, name, folder / name, [])
+        _outcome(0, name, folder / name)
         (folder / name).unlink()
-    events: list[str] = []
-    watching = [False]
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if watching[0] and event.startswith(_WATCHED) and event not in _ALLOWED:
-            events.append(f"{event} {arguments[:1]}")
-
-    sys.addaudithook(hook)
     for number in numbers:
         dice = random.Random(f"{seed}/{number}")
         name = dice.choice(names)
         path = folder / f"{number}-{name}"
         path.write_bytes(mutated(seeds[name], dice))
-        events.clear()
-        watching[0] = True
-        found = _outcome(number, name, path, events)
-        watching[0] = False
-        yield found
+        yield (found := _outcome(number, name, path))
         if found.what in ("read", "refused"):
             path.unlink()
 
 
-def _outcome(number: int, name: str, path: Path, events: list[str]) -> Outcome:
+def _outcome(number: int, name: str, path: Path) -> Outcome:
     what, detail = "read", ""
-    try:
-        with alarm():
-            inspect(path)
-    except BayesAdamError:
-        what = "refused"
-    except BaseException as error:
-        what, detail = (
-            "HANG" if isinstance(error, TimeoutError) else "CRASH",
-            "".join(traceback.format_exception(error)),
-        )
+    with audited() as events:
+        try:
+            with alarm():
+                inspect(path)
+        except BayesAdamError:
+            what = "refused"
+        except BaseException as error:
+            what = "HANG" if isinstance(error, TimeoutError) else "CRASH"
+            detail = "".join(traceback.format_exception(error))
     if events:
         what, detail = "CALLED", "; ".join(events[:3])
     return Outcome(number, name, what, detail)

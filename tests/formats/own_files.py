@@ -25,6 +25,7 @@ from bayesadam.errors import BayesAdamError
 from bayesadam.inspecting import diagnose_checkpoint, inspect
 from formats import fuzz
 from formats.fuzz import Outcome, alarm
+from formats.same import same
 
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 10**12, 10**400, 1e308, -1e308, 0.5, float("nan"), float("inf")),
@@ -172,19 +173,12 @@ def unsealed(content: bytes) -> bytes:
     return joined(header, data)
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where in nested JSON something can be replaced."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield (*path, key)
-        yield from _places(inner, (*path, key))
-
-
 def _changed(tree: Any, dice: random.Random) -> Any:
     """JSON with a value replaced, removed or swapped with another."""
     tree = copy.deepcopy(tree)
     # Shallow ones as often as deep ones.
     depths: dict[int, list[tuple[Any, ...]]] = {}
-    for place in _places(tree):
+    for place in fuzz.places(tree):
         depths.setdefault(len(place), []).append(place)
     (*way, last), (*other, end) = (dice.choice(depths[dice.choice(list(depths))]) for _ in range(2))
     at, there = tree, tree
@@ -264,23 +258,6 @@ def _other_tensors(header: dict[str, Any], data: bytes, dice: random.Random) -> 
 
 
 # --- outcomes -------------------------------------------------------------------------------------------------------
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested values are equal to the bit."""
-    if isinstance(one, Tensor):
-        return (
-            isinstance(other, Tensor)
-            and one.dtype == other.dtype
-            and torch.equal(*(t.nan_to_num() for t in (one, other)))
-        )
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and np.array_equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def outcomes(folder: Path, seed: int, numbers: range) -> Iterator[Outcome]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +13,33 @@ import torch
 import bayesadam as ba
 from bayesadam.errors import FileError
 from bayesadam.readers import read_checkpoint
+from formats import fuzz
 from formats.same import same_moments
-
-
-def content(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def stable_baselines(pair: Any) -> dict[str, bytes]:
     """The members of Stable-Baselines3's zip."""
     return {
         "data": b'{"policy_class": {":type:": "<class \'abc.ABCMeta\'>"}}',
-        "pytorch_variables.pth": content(None),
-        "policy.pth": content(pair[0].state_dict()),
-        "policy.optimizer.pth": content(pair[1].state_dict()),
+        "pytorch_variables.pth": fuzz.saved(None),
+        "policy.pth": fuzz.saved(pair[0].state_dict()),
+        "policy.optimizer.pth": fuzz.saved(pair[1].state_dict()),
         "_stable_baselines3_version": b"2.7.0",
         "system_info.txt": b"- OS: Linux",
     }
 
 
-def write_zip(path: Path, members: Mapping[str, bytes], **options: Any) -> Path:
-    with zipfile.ZipFile(path, "w", **options) as archive:
-        for name, held in members.items():
-            archive.writestr(name, held)
-    return path
-
-
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_stable_baselines_zip(compression: int, pair: Any, tmp_path: Path) -> None:
-    path = write_zip(tmp_path / "ppo.zip", stable_baselines(pair), compression=compression)
+    path = tmp_path / "ppo.zip"
+    path.write_bytes(fuzz.archive_of(stable_baselines(pair), compression))
     same_moments(path, pair, "zip archive")
     with pytest.raises(FileError, match=r"choose a path that ends in \.safetensors"):
         ba.compress.prune_checkpoint(path, tmp_path / "out.zip", 0.5)
 
 
 def test_archives_that_hold_nothing_of_torch(tmp_path: Path) -> None:
-    write_zip(tmp_path / "a.zip", {"a.txt": b"1", "b.csv": b"2"})
+    (tmp_path / "a.zip").write_bytes(fuzz.archive_of({"a.txt": b"1", "b.csv": b"2"}))
     with pytest.raises(FileError, match=r"without a file of torch; it has \['a.txt', 'b.csv'\]"):
         read_checkpoint(tmp_path / "a.zip")
 

@@ -26,7 +26,7 @@ from bayesadam.readers.formats.distributed import DISTRIBUTED
 from bayesadam.readers.formats.lazy import Lazy, renamed
 from bayesadam.readers.match import names_in
 from cases import train
-from formats.same import Evil, same_posterior
+from formats.same import Evil, same, same_posterior
 from processes import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -125,16 +125,12 @@ def test_two_ranks_are_read_as_one_training(layout: str, two_ranks: Path, live: 
     assert len(list((two_ranks / layout).glob("*.distcp"))) == 2
     read = read_checkpoint(two_ranks / layout)
     assert read.format == "torch.distributed.checkpoint"
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(read.weights[name], tensor)
+    assert same(dict(read.weights), dict(model.state_dict()))
     saved = optimizer.state_dict()
     names = [name for name, _ in model.named_parameters()]
     assert names_in(read.optimizer) == (None if layout == "plain" else tuple(names))
     for number, name in enumerate(names):
-        state = read.optimizer["state"][number if layout == "plain" else name]
-        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
-        for entry, value in saved["state"][number].items():
-            assert torch.equal(state[entry], value)
+        assert same(dict(read.optimizer["state"][number if layout == "plain" else name]), saved["state"][number])
     same_posterior(two_ranks / layout, live, network())
 
 

@@ -14,13 +14,9 @@ import pathlib
 import pickle
 import shutil
 import subprocess
-import sys
-import threading
 import tracemalloc
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +30,7 @@ from bayesadam.errors import FileError
 from bayesadam.readers import read_checkpoint
 from bayesadam.readers.formats import pickles
 from bayesadam.readers.formats.pickles import BUILDERS, Storage, tensor
+from formats.fuzz import audited
 from formats.same import same_moments
 
 
@@ -124,25 +121,6 @@ class Built(Call):
 
     def __reduce__(self) -> Any:
         return self.function, self.arguments, self.state
-
-
-@contextmanager
-def audited(allowed: frozenset[str] = frozenset()) -> Iterator[list[str]]:
-    """The names of what is imported, opened for writing, compiled or started meanwhile."""
-    events: list[str] = []
-    watched = {"import", "compile", "exec", "os.system", "subprocess.Popen", "os.mkdir", "os.remove", "socket.connect"}
-    on = threading.local()
-    on.here = True
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if getattr(on, "here", False) and event in watched - allowed:
-            events.append(f"{event} {arguments[:1]}")
-
-    sys.addaudithook(hook)
-    try:
-        yield events
-    finally:
-        on.here = False
 
 
 @pytest.mark.parametrize("function", [eval, exec, open, print, os.mkdir, os.system, subprocess.run, shutil.rmtree])

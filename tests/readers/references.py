@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 Settings = Mapping[str, Any]
 
@@ -50,6 +51,20 @@ def dense(tensor: Tensor) -> Tensor:
     """A copy in float64."""
     tensor = tensor.detach()
     return (tensor.to_dense() if tensor.is_sparse else tensor).to(torch.float64, copy=True)
+
+
+def gradients_of(
+    model: nn.Module, optimizers: Iterable[Optimizer], losses: Iterable[Callable[[nn.Module], Tensor]]
+) -> list[dict[str, Tensor]]:
+    """Train by a step on every loss; the gradients of each step by name, in float64."""
+    optimizers, found = list(optimizers), []
+    for loss in losses:
+        model.zero_grad()
+        loss(model).backward()
+        found.append({name: dense(p.grad) for name, p in model.named_parameters()})
+        for optimizer in optimizers:
+            optimizer.step()
+    return found
 
 
 # --- recursions -----------------------------------------------------------------------------------------------------
@@ -157,6 +172,13 @@ def adafactor(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> 
             full = (1 - weight) * full + weight * g * g
     v = rows * columns / rows.mean(dim=-2, keepdim=True) if factored else full
     return Moments(v, v)
+
+
+def adopt(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:
+    """The first gradient's square is where the average starts."""
+    first, *others = squares(gradients)
+    s = average(others, settings["betas"][1]) + settings["betas"][1] ** len(others) * first
+    return Moments(s, s)
 
 
 def lamb(trace: Trace, gradients: Sequence[Tensor], settings: Settings) -> Moments:

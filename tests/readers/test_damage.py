@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 import bayesadam as ba
 from bayesadam.errors import BayesAdamError
 from cases import mlp, train
+from formats.fuzz import places
 
 TENSORS = (
     *(torch.zeros(0), torch.tensor(float("nan")), torch.ones(2, 2), torch.ones(3, 4).long(), torch.ones(4).byte()),
@@ -38,13 +38,6 @@ def trained(name: str) -> tuple[nn.Module, dict[str, Any]]:
         ba.track(optimizer, what=name, every=1, batch_size=8)
     train(model, optimizer, steps=3)
     return model, optimizer.state_dict()
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
 
 
 def damaged(state: dict[str, Any], dice: random.Random) -> dict[str, Any]:

@@ -475,7 +475,7 @@ def test_the_trainers_rule_orders_the_parameters(tmp_path: Path) -> None:
     # Names in the file may differ from the model's.
     weights = {f"old.{name}": tensor for name, tensor in checkpoint.weights.items()}
     rules = Rules(names=lambda _: {name: name.removeprefix("old.") for name in weights}, orders=lambda _: [true])
-    moved = replace(checkpoint, weights=weights, stored_names={name: name for name in weights}, rules=rules)
+    moved = replace(checkpoint, weights=weights, places={name: (name,) for name in weights}, rules=rules)
     same(read_curvature(moved, model), model, optimizer)
     # A rule holds for a class whose parts have changed places, too.
     net, order = Pair("first", "second"), (["second.weight", "first.weight"], ["first.bias", "second.bias"])

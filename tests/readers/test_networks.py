@@ -78,6 +78,16 @@ def test_twins_are_read_in_the_order_that_is_given(tmp_path: Path) -> None:
         read_checkpoint(path, weights_key="q1,nobody")
 
 
+@pytest.mark.parametrize("told", [{}, {"optimizer_key": "opt_disc"}], ids=["alone", "named"])
+def test_a_state_under_the_key_of_another_is_not_that_of_the_usual_network(told: Any, tmp_path: Path) -> None:
+    model, disc = mlp(3, 3, 1), mlp(3, 3, 1)
+    live = stepped(Adam(disc.parameters()))
+    path = saved(tmp_path, {"model": model.state_dict(), "disc": disc.state_dict(), "opt_disc": live.state_dict()})
+    with pytest.raises(FileError, match=r"(?s)weights_key='model', .*weights_key='disc', optimizer_key='opt_disc'"):
+        read_checkpoint(path, **told)
+    check(read_checkpoint(path, weights_key="disc", **told), dict(disc.named_parameters()), live)
+
+
 def test_the_order_of_the_networks_is_that_of_the_shapes(tmp_path: Path) -> None:
     actor, critic = mlp(4, 8, 2), mlp(4, 8, 1)
     live = stepped(Adam(parameters(critic, actor)))

@@ -17,7 +17,7 @@ from bayesadam.readers import identify_reader, read_checkpoint, read_curvature, 
 from bayesadam.readers.match import slots_of
 from cases import mlp
 from floats import assert_close
-from readers.references import squares, through_a_file, weighted_mean
+from readers.references import gradients_of, squares, through_a_file, weighted_mean
 
 Classes = Callable[[str], type]
 SIZES, STEPS = (6, 16, 3), 12
@@ -25,20 +25,14 @@ SIZES, STEPS = (6, 16, 3), 12
 
 def trained(model: nn.Module, *optimizers: Any) -> dict[str, list[Tensor]]:
     """Steps on random data, and every gradient that was used, in float64."""
-    seen: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     generator = torch.Generator().manual_seed(1)
 
-    for _ in range(STEPS):
-        for each in optimizers:
-            each.zero_grad()
+    def loss(model: nn.Module) -> Tensor:
         x = torch.randn(8, SIZES[0], generator=generator)
-        loss = (model(x) - x.sum(dim=1, keepdim=True).sin() - 1).square().mean()
-        loss.backward()
-        for name, parameter in model.named_parameters():
-            seen[name].append(parameter.grad.detach().double().clone())
-        for each in optimizers:
-            each.step()
-    return seen
+        return (model(x) - x.sum(dim=1, keepdim=True).sin() - 1).square().mean()
+
+    steps = gradients_of(model, optimizers, [loss] * STEPS)
+    return {name: [step[name] for step in steps] for name in steps[0]}
 
 
 def fresh(*sizes: int) -> nn.Sequential:

@@ -6,7 +6,6 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from bayesadam.readers import (
 )
 from bayesadam.readers import registry as registry_module
 from floats import assert_close
+from formats.same import same
 from readers import references
 from readers.references import Moments, Reference, Trace, dense, through_a_file, with_decay
 
@@ -86,6 +86,7 @@ class Case:
 
     Attributes:
         reference: its second moment, from the definition.
+        told: the name that its saved state is told by, radam's as adam's, or `ASKED_FOR`.
         coupled: whether weight decay joins the gradient before it is squared.
         problem: the key of a problem above.
         atol: the absolute error allowed, where a relative one cannot be asked for.
@@ -96,6 +97,7 @@ class Case:
     kwargs: Mapping[str, Any]
     reader: str
     reference: Reference
+    told: str
     coupled: bool = False
     problem: str = "small"
     atol: float = 0.0
@@ -106,6 +108,7 @@ def cases(
     factory: str,
     reference: Reference,
     *variants: Sequence[Mapping[str, Any]],
+    told: str = "",
     coupled: bool = False,
     problem: str = "small",
     atol: float = 0.0,
@@ -113,13 +116,16 @@ def cases(
     **kwargs: Any,
 ) -> Iterator[Case]:
     """As many cases as the longest list of variants has, the shorter ones over again; the id begins with the reader."""
+    reader = id if id == "rmsproptf-like" else id.partition("-")[0]
     for number in range(max(map(len, variants), default=1)):
         combination = [variant[number % len(variant)] for variant in variants]
         words = [f"{key}={value}" for variant in combination for key, value in variant.items()]
         merged = {"lr": lr, **kwargs, **{key: value for variant in combination for key, value in variant.items()}}
-        yield Case("-".join([id, *words]), factory, merged, id.partition("-")[0], reference, coupled, problem, atol)
+        name = "-".join([id, *words])
+        yield Case(name, factory, merged, reader, reference, told or reader, coupled, problem, atol)
 
 
+ASKED_FOR = "nobody: it is asked for"
 DECAY = ({"weight_decay": 0.0}, {"weight_decay": 0.1})
 EACH = ({"foreach": False}, {"foreach": True})
 FUSED = (*EACH, {"fused": True})
@@ -131,21 +137,26 @@ ADAM, ADAMW = "torch.optim.adam.Adam", "torch.optim.adamw.AdamW"
 NADAM, RADAM = "torch.optim.nadam.NAdam", "torch.optim.radam.RAdam"
 ADAGRAD, RMSPROP = "torch.optim.adagrad.Adagrad", "torch.optim.rmsprop.RMSprop"
 ADEMAMIX = "pytorch_optimizer.optimizer.ademamix.AdEMAMix"
+SB3_RMSPROP = "stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike"
 RMSPROPTF, ADABELIEF = "timm.optim.rmsprop_tf.RMSpropTF", "timm.optim.adabelief.AdaBelief"
 
 CASES = [
     *cases("adam", ADAM, references.adam, FUSED, DECAY, coupled=True),
     *cases("adam-amsgrad", ADAM, references.adam, FUSED, **AMSGRAD),
     *cases("adam-no-memory", ADAM, references.adam, betas=(0.9, 0.0)),
-    *cases("adam-decoupled", ADAM, references.adam, **DECOUPLED),
+    *cases("adam-decoupled", ADAM, references.adam, told="adamw", **DECOUPLED),
     *cases("adamw", ADAMW, references.adam, FUSED, DECAY),
     *cases("adamw-amsgrad", ADAMW, references.adam, FUSED, **AMSGRAD),
-    *cases("adamw-legacy", "timm.optim.adamw.AdamWLegacy", references.adam, DECAY),
+    *cases("adamw-legacy", "timm.optim.adamw.AdamWLegacy", references.adam, DECAY, told="adam or adamw"),
     *cases("nadam", NADAM, references.adam, EACH, DECAY, coupled=True),
     *cases("nadam-decoupled", NADAM, references.adam, **DECOUPLED),
-    *cases("radam", RADAM, references.adam, EACH, DECAY, coupled=True),
-    *cases("radam-decoupled", RADAM, references.adam, **DECOUPLED),
-    *cases("sparseadam", "torch.optim.sparse_adam.SparseAdam", references.sparse_adam, problem="sparse"),
+    *cases("radam", RADAM, references.adam, EACH, DECAY, told="adam", coupled=True),
+    *cases("radam-decoupled", RADAM, references.adam, told="adamw", **DECOUPLED),
+    *cases(
+        *("sparseadam", "torch.optim.sparse_adam.SparseAdam", references.sparse_adam),
+        told="adam or adamw",
+        problem="sparse",
+    ),
     *cases("adagrad", ADAGRAD, references.adagrad, FUSED, DECAY, coupled=True),
     *cases("adagrad-start", ADAGRAD, references.adagrad, EACH, initial_accumulator_value=0.1),
     *cases("rmsprop", RMSPROP, references.rmsprop, EACH, DECAY, coupled=True),
@@ -157,6 +168,7 @@ CASES = [
         "adamax", "torch.optim.adamax.Adamax", references.adamax, EACH, DECAY, coupled=True, betas=(0.9, 0.9), eps=1e-3
     ),
     *cases("adafactor", "torch.optim.Adafactor", references.adafactor, EACH, DECAY),
+    *cases("adopt", "timm.optim.adopt.Adopt", references.adopt, EACH, DECAY, coupled=True),
     *cases("lamb", "timm.optim.lamb.Lamb", references.lamb, DECAY),
     *cases("ademamix", ADEMAMIX, references.adam, EACH, DECAY, coupled=True),
     *cases("ademamix-decoupled", ADEMAMIX, references.adam, weight_decay=0.1, weight_decouple=True),
@@ -164,6 +176,12 @@ CASES = [
     *cases("rmsproptf", RMSPROPTF, references.rmsprop_from_one, CENTRED, DECAY, coupled=True, atol=2e-7),
     *cases(
         "rmsproptf-decoupled", RMSPROPTF, references.rmsprop_from_one, atol=2e-7, weight_decay=0.1, decoupled_decay=True
+    ),
+    *cases(
+        *("rmsproptf-like", SB3_RMSPROP, references.rmsprop_from_one, CENTRED),
+        told=ASKED_FOR,
+        alpha=0.9,
+        atol=2e-7,
     ),
     *cases("adabelief", ADABELIEF, references.adabelief, DECAY, eps=1e-5),
     *cases("adabelief-coupled", ADABELIEF, references.adabelief, DECAY, coupled=True, eps=1e-8, decoupled_decay=False),
@@ -176,6 +194,7 @@ CASES = [
             f"{name.lower()}8bit-{page}{bits}",
             f"bitsandbytes.optim.{name.lower()}.{page}{name}{bits}",
             references.adam,
+            told="ademamix8bit",
             problem="large",
             weight_decay=0.1,
         )
@@ -291,15 +310,20 @@ def test_a_reader_against_the_definition(case: Case, optimizer_class: Callable[[
             check_moment(trained, name, v, corrected)
         # A saved state reads as the live one.
         read = read_state_dict(model, saved, optimizer=trained.reader(corrected))
-        assert_same(dict(read.second_moment), dict(live.second_moment))
+        assert same(dict(read.second_moment), dict(live.second_moment))
         assert (read.steps, read.weight_decay, read.reader) == (live.steps, live.weight_decay, live.reader)
     # Who wrote it is told by its entries, or asked for; never told wrong.
-    with suppress(MatchError):
-        found = read_state_dict(model, saved, optimizer=identify_reader(saved)).second_moment
-        assert_same(dict(found), dict(read_optimizer(model, optimizer).second_moment))
+    if case.told == ASKED_FOR:
+        with pytest.raises(MatchError, match="are read differently: say which"):
+            identify_reader(saved)
+    else:
+        told = identify_reader(saved)
+        found = read_state_dict(model, saved, optimizer=told).second_moment
+        assert same(dict(found), dict(read_optimizer(model, optimizer).second_moment))
+        assert told.name == case.told
 
     # Reading changes nothing and shares no memory with the optimiser.
-    assert_same((optimizer.state_dict(), model.state_dict()), before)
+    assert same((optimizer.state_dict(), model.state_dict()), before)
     kept = {t.untyped_storage().data_ptr() for t in tensors_in(optimizer.state_dict())}
     assert kept.isdisjoint(v.untyped_storage().data_ptr() for v in live.second_moment.values())
 
@@ -319,15 +343,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def assert_same(one: Any, other: Any) -> None:
-    """Equal to the last bit, through dictionaries and lists."""
-    (ours, kept), (theirs, expected) = pytree.tree_flatten(one), pytree.tree_flatten(other)
-    assert kept == expected
-    for x, y in zip(ours, theirs, strict=True):
-        assert type(x) is type(y)
-        assert torch.equal(x, y) if isinstance(x, Tensor) else x == y
-
-
 def qualified(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -345,6 +360,7 @@ ELSEWHERE = {
     *(("muon", f"muon.{name}") for name in ("Muon", "SingleDeviceMuon")),
     ("tracked", ""),
     ("ogd", ""),
+    ("rmsprop-old", ""),
     ("published", ""),
     ("soap", ""),
     ("soap-reference", "soap.SOAP"),
@@ -435,7 +451,7 @@ def test_sgd_gives_ones_when_asked_by_name(saved: bool) -> None:
         curvature = read_state_dict(model, optimizer.state_dict(), optimizer="ogd")
     else:
         curvature = read_optimizer(model, optimizer, reader="ogd")
-    assert_same(dict(curvature.second_moment), {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+    assert same(dict(curvature.second_moment), {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
     assert curvature.weight_decay == {"weight": 0.01, "bias": 0.01}
 
 

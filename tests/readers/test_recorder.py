@@ -12,6 +12,7 @@ import bayesadam as ba
 from bayesadam.errors import MatchError, SettingError
 from bayesadam.readers import match_optimizers, read_recorder
 from floats import assert_close, close
+from readers.references import gradients_of
 
 
 def network() -> nn.Module:
@@ -24,13 +25,8 @@ def batches(count: int, seed: int = 1):
     return [torch.randn(8, 3, generator=generator) for _ in range(count)]
 
 
-def train(model, optimizer, inputs, seen: list | None = None) -> None:
-    for x in inputs:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        if seen is not None:
-            seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        optimizer.step()
+def train(model, optimizer, inputs) -> list[dict[str, torch.Tensor]]:
+    return gradients_of(model, [optimizer], [lambda model, x=x: model(x).square().mean() for x in inputs])
 
 
 def sorted_rows(stack: torch.Tensor) -> torch.Tensor:
@@ -43,11 +39,10 @@ def sorted_rows(stack: torch.Tensor) -> torch.Tensor:
     [(torch.optim.Adam, 4, 1, 3), (torch.optim.AdamW, 4, 1, 11), (torch.optim.SGD, 3, 5, 31)],
 )
 def test_it_keeps_the_last_of_every_kth_step(kind, keep, every, steps):
-    model, seen = network(), []
+    model = network()
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
     recorder = ba.Recorder(optimizer, keep=keep, every=every)
-    train(model, optimizer, batches(steps), seen)
-    expected = seen[::every][-keep:]
+    expected = train(model, optimizer, batches(steps))[::every][-keep:]
     assert recorder.recorded == len(expected)
     for name, found in recorder.gradients(model).items():
         # Weight decay is not in them, whatever the optimiser does with it.
@@ -106,10 +101,10 @@ def test_parameters_without_gradients_are_left_out_and_sparse_ones_are_dense():
 
 
 def test_a_diagonal_of_recorded_gradients_serves_sgd():
-    model, seen = network(), []
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = ba.Recorder(optimizer, keep=6, every=1)
-    train(model, optimizer, batches(6), seen)
+    seen = train(model, optimizer, batches(6))
     curvature, gradients = read_recorder(match_optimizers(model, optimizer, "ogd"), recorder)
     square = torch.stack([g["0.weight"] for g in seen]).square().mean(dim=0)
     assert_close(curvature.second_moment["0.weight"], square)

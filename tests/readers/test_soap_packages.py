@@ -21,7 +21,6 @@ from readers.references import through_a_file
 BETA, SHAMPOO_BETA, N, DELTA = 0.9, 0.8, 40, 0.3
 # A vector, a matrix, a square one, one with a side of 1, and convolutions' weights; no two of one shape.
 SHAPES = [(3,), (3, 4), (4, 4), (1, 5), (4, 3, 2), (3, 2, 2, 2)]
-SOAPS = ["soap-reference", "soap-pytorch-optimizer"]
 
 
 class Weights(nn.Module):
@@ -97,18 +96,6 @@ def tensor(array: np.ndarray) -> Tensor:
     return torch.tensor(array.copy())
 
 
-def listed_state(kept: Kept) -> dict[str, Any]:
-    bases = [[] if q is None else tensor(q) for q in kept.bases]
-    return {
-        "exp_avg": torch.zeros(kept.moment.shape, dtype=torch.float64),
-        "exp_avg_sq": tensor(kept.moment),
-        "GG": [[] if q is None else tensor(q @ q.T) for q in kept.bases],
-        "Q": bases,
-        "precondition_frequency": 3,
-        "shampoo_beta": SHAMPOO_BETA,
-    }
-
-
 SHARED = {
     "lr": 1e-3,
     "betas": (0.95, BETA),
@@ -117,44 +104,35 @@ SHARED = {
     "weight_decay": 0.01,
     "merge_dims": False,
     "precondition_1d": False,
+    "correct_bias": True,
+    "precondition_frequency": 3,
+}
+# nikhilvyas/SOAP, soap.py as it stands at f42d296, read and not run: the count is the parameter's and leaves the first
+# gradient out. pytorch_optimizer 4.1.0 (3.8.0, 3.10.0 and 4.0.0 too, which refresh a step earlier or at the same): the
+# group's count has the first gradient in.
+SOAPS = {
+    "soap-reference": {"max_precond_dim": 100, "normalize_grads": False},
+    "soap-pytorch-optimizer": {"max_precondition_dim": 100, "normalize_gradient": False},
 }
 
 
-def soap_reference(all_kept: Sequence[Kept]) -> dict[str, Any]:
-    """nikhilvyas/SOAP, soap.py as it stands at f42d296, read and not run:
-    the count is the parameter's and leaves the first gradient out.
-    """
-    group = {
-        **SHARED,
-        "precondition_frequency": 3,
-        "max_precond_dim": 100,
-        "normalize_grads": False,
-        "correct_bias": True,
+def laid_out(name: str, all_kept: Sequence[Kept]) -> dict[str, Any]:
+    """The state dict of one of them."""
+    in_state = name == "soap-reference"
+    states = {
+        i: {
+            "exp_avg": torch.zeros(kept.moment.shape, dtype=torch.float64),
+            "exp_avg_sq": tensor(kept.moment),
+            "GG": [[] if q is None else tensor(q @ q.T) for q in kept.bases],
+            "Q": [[] if q is None else tensor(q) for q in kept.bases],
+            "precondition_frequency": 3,
+            "shampoo_beta": SHAMPOO_BETA,
+            **({"step": kept.steps} if in_state else {}),
+        }
+        for i, kept in enumerate(all_kept)
     }
-    states = {i: {"step": kept.steps, **listed_state(kept)} for i, kept in enumerate(all_kept)}
-    return {"state": states, "param_groups": [{**group, "params": list(states)}]}
-
-
-def soap_pytorch_optimizer(all_kept: Sequence[Kept]) -> dict[str, Any]:
-    """pytorch_optimizer 4.1.0 (3.8.0, 3.10.0 and 4.0.0 too, which refresh a step earlier or at the same):
-    the group's count has the first gradient in.
-    """
-    group = {
-        **SHARED,
-        "precondition_frequency": 3,
-        "max_precondition_dim": 100,
-        "correct_bias": True,
-        "normalize_gradient": False,
-        "step": all_kept[0].steps + 1,
-    }
-    states = {i: listed_state(kept) for i, kept in enumerate(all_kept)}
-    return {"state": states, "param_groups": [{**group, "params": list(states)}]}
-
-
-LAYOUTS: dict[str, Callable[[Sequence[Kept]], dict[str, Any]]] = {
-    "soap-reference": soap_reference,
-    "soap-pytorch-optimizer": soap_pytorch_optimizer,
-}
+    count = {} if in_state else {"step": all_kept[0].steps + 1}
+    return {"state": states, "param_groups": [{**SHARED, **SOAPS[name], **count, "params": list(states)}]}
 
 
 def kept_of(shapes: Sequence[tuple[int, ...]] = SHAPES, steps: int = 12, every: int = 3, **kwargs: Any) -> list[Kept]:
@@ -203,11 +181,13 @@ def test_a_state_of_the_soap_of_bayesadam_0_2_is_still_read():
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs"), [(SOAPS[0], {}), (SOAPS[1], {"vectors": True}), (SOAPS[0], {"longest": 3})], ids=str
+    ("name", "kwargs"),
+    [("soap-reference", {}), ("soap-pytorch-optimizer", {"vectors": True}), ("soap-reference", {"longest": 3})],
+    ids=str,
 )
 def test_a_saved_soap_is_told_and_is_the_dense_matrix(name, kwargs, tmp_path):
     all_kept = kept_of(**kwargs)
-    state_dict = through_a_file(LAYOUTS[name](all_kept))
+    state_dict = through_a_file(laid_out(name, all_kept))
     assert identify_reader(state_dict).name == name
     model = Weights()
     torch.save({"model": model.state_dict(), "optimizer": state_dict}, tmp_path / "last.pt")
@@ -270,7 +250,6 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a basis too many": (lambda state: state["Q"].append([]), "have shapes"),
     "a basis that is longer": (lambda state: state["Q"][0].mul_(1.05), "is not orthogonal"),
     "NaN in a basis": (lambda state: state["Q"][0].fill_(torch.nan), "is not orthogonal"),
-    "a negative moment": (lambda state: state["exp_avg_sq"].neg_(), "must be finite and not negative"),
 }
 
 
@@ -278,7 +257,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_damaged_states_are_refused(case):
     damage, words = DAMAGE[case]
     for name, structure in (("soap-reference", "diagonal"), ("soap-pytorch-optimizer", "kronecker")):
-        state_dict = LAYOUTS[name](kept_of([(3, 4)]))
+        state_dict = laid_out(name, kept_of([(3, 4)]))
         damage(state_dict["state"][0])
         with pytest.raises(MatchError, match=words):
             ba.Posterior.from_state_dict(Weights([(3, 4)]), state_dict, N, optimizer=name, structure=structure)
@@ -286,20 +265,20 @@ def test_damaged_states_are_refused(case):
 
 @pytest.mark.parametrize("name", SOAPS)
 def test_another_models_state_is_refused(name):
-    state_dict = LAYOUTS[name](kept_of([(3, 4)]))
+    state_dict = laid_out(name, kept_of([(3, 4)]))
     for shape in [(4, 3), (12,), (2, 6)]:
         with pytest.raises(BayesAdamError, match="another model"):
             read_state_dict(Weights([shape]), state_dict, optimizer=name)
 
 
-@pytest.mark.parametrize("name", ["soap-reference", "soap-pytorch-optimizer"])
+@pytest.mark.parametrize("name", SOAPS)
 def test_merged_dimensions_are_refused_where_two_orders_are_possible(name):
-    state_dict = LAYOUTS[name](kept_of([(4, 3, 2)]))
+    state_dict = laid_out(name, kept_of([(4, 3, 2)]))
     state_dict["param_groups"][0]["merge_dims"] = True
     with pytest.raises(MatchError, match="train with merge_dims=False"):
         read_state_dict(Weights([(4, 3, 2)]), state_dict, optimizer=name)
     # A matrix whose sides were merged into one has one basis, and one that was too large to merge has its own two.
-    state_dict = LAYOUTS[name](kept_of([(3, 4)]))
+    state_dict = laid_out(name, kept_of([(3, 4)]))
     state_dict["param_groups"][0]["merge_dims"] = True
     close(
         read_state_dict(Weights([(3, 4)]), state_dict, optimizer=name).second_moment["all.0"],

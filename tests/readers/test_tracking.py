@@ -17,6 +17,8 @@ from bayesadam.readers import read_optimizer, read_state_dict
 from bayesadam.readers.tracking import TENSORS
 from cases import Lion
 from floats import assert_close
+from formats.same import same
+from readers.references import gradients_of, squares, weighted_mean
 
 
 def muon(parameters: Any) -> list[Optimizer]:
@@ -55,24 +57,14 @@ def batch(number: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 def train(model: nn.Module, optimizers: list[Optimizer], steps: range) -> list[dict[str, Tensor]]:
     """The gradients of every step."""
-    found, dtype = [], next(model.parameters()).dtype
-    for number in steps:
-        x, y = batch(number, dtype)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        found.append({name: p.grad.double().clone() for name, p in model.named_parameters()})
-        for optimizer in optimizers:
-            optimizer.step()
-    return found
+    data = [batch(number, next(model.parameters()).dtype) for number in steps]
+    losses = [lambda model, x=x, y=y: nn.functional.cross_entropy(model(x), y) for x, y in data]
+    return gradients_of(model, optimizers, losses)
 
 
 def average(gradients: list[Tensor], decay: float) -> Tensor:
     """Adam's, in float64, its bias corrected."""
-    s = torch.zeros_like(gradients[0])
-    for g in gradients:
-        s = decay * s + (1 - decay) * g.square()
-    return s / (1 - decay ** len(gradients))
+    return weighted_mean(squares(gradients), decay)
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRS)
@@ -121,13 +113,7 @@ def test_saved_and_resumed_it_goes_on_to_the_bit(name, way, dtype):
     for optimizer, state in zip(optimizers[2], states, strict=True):
         optimizer.load_state_dict(state)
     train(second, optimizers[2], range(5, 9))
-    for one, other in zip(optimizers[0], optimizers[2], strict=True):
-        a, b = (o.state_dict() for o in (one, other))
-        assert a["param_groups"] == b["param_groups"]
-        for key, state in a["state"].items():
-            assert state.keys() == b["state"][key].keys()
-            for entry, value in state.items():
-                assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][key][entry])), entry
+    assert same(*([optimizer.state_dict() for optimizer in each] for each in (optimizers[0], optimizers[2])))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -23,7 +23,7 @@ from bayesadam.readers.compression import PROBE_KEY, probe, same_weights
 from bayesadam.readers.curvature import Curvature, origin_of, read_match
 from bayesadam.readers.formats.contents import Keys, Network, Recorded, Rules
 from bayesadam.readers.formats.huggingface import STATE
-from bayesadam.readers.formats.lazy import clean_names, gathered, identities, memory_of, outline_of, tensors_of
+from bayesadam.readers.formats.lazy import gathered, identities, memory_of, outline_of, tensors_of
 from bayesadam.readers.formats.registry import format_of
 from bayesadam.readers.identify import identify_reader
 from bayesadam.readers.match import (
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# Weights that a cache holds.
-_PART = 1 << 20
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 APART = ". Pass the file that has it as optimizer_path="
 
 
@@ -80,7 +77,7 @@ class Checkpoint:
 
     Attributes:
         weights: every tensor of the model, buffers too, by name without the prefixes of torch.compile and data
-            parallelism; `stored_names` are those in the file, `places` the keys that lead to them.
+            parallelism; `places` are the keys that lead to them in the file.
         optimizer: the optimiser's state in torch's layout, `state` and `param_groups`.
         path: the file or folder with the weights; that with the state, where it is another, is `optimizer_path`.
         networks: the keys of the networks that `weights` are, and `left` those of the file's others.
@@ -94,7 +91,6 @@ class Checkpoint:
     optimizer: StateDict
     path: Path
     format: str
-    stored_names: Mapping[str, str]
     places: Mapping[str, Keys]
     ordered: bool
     networks: tuple[Keys, ...] = ()
@@ -146,9 +142,8 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         )
     weights_key = weights_key if weights_key is None or isinstance(weights_key, str) else ",".join(weights_key)
     choice = choose(contents.networks, state.states, path, weights_key, options.get("optimizer_key"))
-    behind = choice.named()
-    stored = clean_names(behind)
-    weights = gathered({name: (behind[key][0].tensors, behind[key][1]) for name, key in stored.items()})
+    behind = choice.places()
+    weights = gathered({name: (network.tensors, key) for name, (network, key) in behind.items()})
     optimizer = state.states[choice.state]
     with damage_told():
         # A saved posterior knows a few of its weights. Other shapes are refused by name once states are matched.
@@ -158,13 +153,12 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         is_alike = bool(saved) and all(saved[name].shape == read[name].shape for name in saved)
         if is_alike and not same_weights(saved, read):
             raise MatchError(f"the weights in {path} are not those that the saved posterior belongs to")
-    places = {name: (*behind[key][0].path, behind[key][1]) for name, key in stored.items()}
-    names = {place: name for name, place in places.items()}
+    names = {place: name for name, place in behind.items()}
     copies = {
         (*copy.path, key): (copy, name)
         for copy, original in copies_of(choice.networks, contents.networks).items()
         for key, other in matching(copy, original).items()
-        if (name := names.get((*original.path, other))) is not None
+        if (name := names.get((original, other))) is not None
     }
     chosen = tuple(network.path for network in choice.networks)
     others = {"weights_key": [network.path for network in contents.networks], "optimizer_key": list(state.states)}
@@ -173,8 +167,7 @@ def read_checkpoint(path: str | os.PathLike[str], **options: Unpack[CheckpointKe
         optimizer,
         path,
         kind.name,
-        stored_names=stored,
-        places=places,
+        places={name: (*network.path, key) for name, (network, key) in behind.items()},
         ordered=all(network.ordered for network in choice.networks),
         networks=chosen,
         left=tuple(n.path for n in contents.networks if n.path not in {*chosen, *(c.path for c, _ in copies.values())}),
@@ -211,10 +204,9 @@ def match_checkpoint(
     parameters = own_parameters(model)
     if is_part:
         pairing = _pair_file(checkpoint, slots, options)
-        inner = {name: key for key, name in stored.items()}
-        own = {key: inner[name] for key, name in pairing.names.items() if inner.get(name) in parameters}
-        pairing = Pairing(own, pairing.why)
-        return match_pairs(parameters, state, reader, pairing)
+        inner = {name: key for key, name in stored.items() if key in parameters}
+        own = {key: inner[name] for key, name in pairing.names.items() if name in inner}
+        return match_pairs(parameters, state, reader, Pairing(own, pairing.why))
     shapes = shapes_listed(parameters, len(slots))
     filed = {name: shapes[name] for name in stored if name in shapes}
     # The class may have changed since; that its order is the optimiser's nobody can then state.
@@ -263,12 +255,12 @@ def explain(checkpoint: Checkpoint, match: Match | None = None) -> tuple[str, ..
 
 
 def _pair_file(checkpoint: Checkpoint, slots: Sequence[Slot], options: CheckpointKeywords) -> Pairing:
-    pairing = pair_by_names(checkpoint.optimizer, checkpoint.weights, options.get("param_names"))
-    if pairing is not None:
-        return pairing
-    shapes = candidates(checkpoint.weights, len(slots))
+    in_order = options.get("groups_in_order", False)
+    if named := pair_by_names(checkpoint.optimizer, checkpoint.weights, options.get("param_names")):
+        return named
     try:
-        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=options.get("groups_in_order", False))
+        shapes = candidates(checkpoint.weights, len(slots))
+        return pair(slots, shapes, ordered=checkpoint.ordered, in_order=in_order)
     except MatchError as error:
         remedy = "" if checkpoint.ordered else "; or pass the model, whose order it is (Posterior.from_checkpoint)"
         remedy += f". In {checkpoint.path} {checkpoint.choices}" if checkpoint.choices else ""
@@ -279,7 +271,8 @@ def _stored_by_name(checkpoint: Checkpoint, model: nn.Module) -> tuple[dict[str,
     """The name in the checkpoint by the name in the model, and whether the model is a part of what was trained."""
     tensors, rules = tensors_of(model), checkpoint.rules
     outline = outline_of(checkpoint.weights)
-    stored = {checkpoint.stored_names[name]: name for name in checkpoint.weights}
+    places, is_one = checkpoint.places, len(checkpoint.networks) < 2
+    stored = {places[name][-1] if is_one else dotted(places[name]): name for name in checkpoint.weights}
     if rules.names is not None:
         renamed = rules.names(model)
         names = {renamed.get(key, key): name for key, name in stored.items()}
@@ -374,7 +367,8 @@ def write_pruned(
         for other in masked.get(memory[name], ()):
             if (mask := masks[other]).dtype != torch.bool or mask.shape != weight.shape:
                 raise MatchError(f"the mask of {other!r} must be torch.bool of shape {tuple(weight.shape)}")
-            weight = _zeroed(weight, mask.cpu())
+            # A product would keep NaN.
+            weight = torch.where(mask.cpu(), weight, weight.new_zeros(()))
         return weight
 
     kind = format_of(checkpoint.path)
@@ -391,16 +385,6 @@ def write_pruned(
     changed = {keys: place for keys, place in places.items() if memory[place[0]] in masked}
     with replacing(out) as temporary:
         kind.rewrite(checkpoint.path, changed.keys(), lambda keys: pruned(*changed[keys]), temporary)
-
-
-def _zeroed(weight: Tensor, mask: Tensor) -> Tensor:
-    """The weights where the mask is True, by bits: a product would keep NaN, `masked_fill` takes far longer."""
-    pruned, kind = torch.empty_like(weight, memory_format=torch.contiguous_format), _BITS[weight.itemsize]
-    out, bits, kept = pruned.view(kind).view(-1), weight.contiguous().view(kind).view(-1), mask.reshape(-1)
-    for start in range(0, len(out), _PART):
-        part = slice(start, start + _PART)
-        torch.bitwise_and(bits[part], kept[part].to(kind).neg_(), out=out[part])
-    return pruned
 
 
 def moments_apart(checkpoint: Checkpoint, match: Match) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from bayesadam.errors import FileError, MatchError
@@ -40,14 +41,15 @@ class Choice:
         state = f", optimizer_key={dotted(self.state)!r}" if self.state else ""
         return f"weights_key={dotted(*(network.path for network in self.networks))!r}{state}"
 
-    def named(self) -> dict[str, tuple[Network, str]]:
-        """The network and the name in it behind every name: of several networks with their keys before it."""
-        return {
-            name if len(self.networks) == 1 else f"{dotted(network.path)}.{name}": (network, name)
+    def places(self) -> dict[str, tuple[Network, str]]:
+        """The network and the key in it behind every name: of several networks with their keys before it."""
+        stored = {
+            key if len(self.networks) == 1 else f"{dotted(network.path)}.{key}": (network, key)
             for network in self.networks
-            for name, tensor in outline_of(network.tensors).items()
+            for key, tensor in outline_of(network.tensors).items()
             if isinstance(tensor, Tensor)
         }
+        return {name: stored[key] for name, key in clean_names(stored).items()}
 
 
 def dotted(*paths: Keys) -> str:
@@ -70,9 +72,11 @@ def choose(
     copies = {} if asked else _copies(networks)
     notes = tuple(f"{dotted(copy.path)!r} was not read, a copy of {dotted(of.path)!r}" for copy, of in copies.items())
     originals = {path: network for path, network in by_path.items() if network not in copies}
-    usual, usual_states = asked or tuple(_usual(originals, _WEIGHTS_KEYS).values()), _usual(states, _OPTIMIZER_KEYS)
+    usual = asked or tuple((_usual(originals, _WEIGHTS_KEYS) or originals).values())
+    # Without a usual key a state may be that of any network: `opt_disc` is not that of `model`.
+    usual_states = _usual(states, _OPTIMIZER_KEYS) or ({} if len(originals) > 1 and not asked else states)
     is_clear = len(usual_states) == 1 and (bool(asked) or len(usual) == 1)
-    clear = Choice(usual, next(iter(usual_states)), notes)
+    clear = Choice(usual, next(iter(usual_states), ()), notes)
     is_named = len(asked) == 1 and optimizer_key is not None
     if is_clear and (is_named or fit(clear, states[clear.state])):
         return clear
@@ -113,10 +117,10 @@ def _under(choices: Mapping[Keys, T], wanted: str, option: str) -> dict[Keys, T]
 
 
 def _usual(choices: Mapping[Keys, T], keys: Sequence[str]) -> dict[Keys, T]:
-    """The shallowest under a usual key, else all."""
+    """The shallowest under a usual key."""
     usual = [path for path in choices if any(part.lower() in keys for part in path[-2:])]
     depth = min(map(len, usual), default=0)
-    return {path: value for path, value in choices.items() if not usual or (path in usual and len(path) == depth)}
+    return {path: choices[path] for path in usual if len(path) == depth}
 
 
 def copies_of(chosen: Sequence[Network], networks: Sequence[Network]) -> dict[Network, Network]:
@@ -127,21 +131,24 @@ def copies_of(chosen: Sequence[Network], networks: Sequence[Network]) -> dict[Ne
 
 
 def matching(copy: Network, original: Network) -> dict[str, str]:
-    """The name in a network behind every name in a copy of it, where both have the same shape."""
-    sides = [outline_of(network.tensors) for network in (copy, original)]
-    ours, theirs = (clean_names(n for n, t in side.items() if isinstance(t, Tensor) and t.dim()) for side in sides)
-    both = {ours[name]: theirs[name] for name in ours if name in theirs}
-    return {key: other for key, other in both.items() if sides[0][key].shape == sides[1][other].shape}
+    """The key in a network behind every key in a copy of it, whose names and shapes are the same."""
+    keys = _sized(original)
+    return {key: keys[name][0] for name, (key, _) in _sized(copy).items()}
+
+
+def _sized(network: Network) -> dict[str, tuple[str, torch.Size]]:
+    """The key and the shape behind the name of every tensor that is no counter."""
+    outline = outline_of(network.tensors)
+    names = clean_names(key for key, tensor in outline.items() if isinstance(tensor, Tensor) and tensor.dim())
+    return {name: (key, outline[key].shape) for name, key in names.items()}
 
 
 def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
     """Targets, averages and repeated weights, with the network that each is a copy of."""
     shapes, memory, words = {}, {}, {}
     for network in networks:
-        tensors = {name: t for name, t in outline_of(network.tensors).items() if isinstance(t, Tensor)}
-        sized = clean_names(name for name, tensor in tensors.items() if tensor.dim())
-        shapes[network] = {name: tensors[key].shape for name, key in sized.items()}
-        memory[network] = [memory_of(tensor) for tensor in tensors.values()]
+        shapes[network] = {name: shape for name, (_, shape) in _sized(network).items()}
+        memory[network] = [memory_of(t) for t in outline_of(network.tensors).values() if isinstance(t, Tensor)]
         # `criticTarget` is two words.
         words[network] = set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r" \1", dotted(network.path)).lower()))
     copies: dict[Network, Network] = {}
@@ -156,12 +163,11 @@ def _copies(networks: Sequence[Network]) -> dict[Network, Network]:
 
 def fit(choice: Choice, state: StateDict) -> str:
     """How an optimiser's state fits networks in this order; empty where something contradicts that."""
-    behind, names = choice.named(), names_in(state)
+    places, names = choice.places(), names_in(state)
     if names is not None:
-        there = set(clean_names(behind))
-        return "every name is there" if all(name in there for name in clean_names(names)) else ""
+        return "every name is there" if all(name in places for name in clean_names(names)) else ""
     slots = slots_of(state)
-    tensors = {name: outline_of(network.tensors)[inner] for name, (network, inner) in behind.items()}
+    tensors = {name: outline_of(network.tensors)[key] for name, (network, key) in places.items()}
     shapes = candidates(tensors, len(slots))
     if all(slot.shape is None for slot in slots):
         return "nothing in its state to check" if len(choice.networks) == 1 and len(slots) <= len(shapes) else ""
@@ -171,6 +177,6 @@ def fit(choice: Choice, state: StateDict) -> str:
         return "no shape contradicts it"
     except MatchError:
         return ""
-    used = {behind[pairing.names[slot.key]][0] for slot in slots if slot.key in pairing.names}
+    used = {places[pairing.names[slot.key]][0] for slot in slots if slot.key in pairing.names}
     gaps = f", of {len(slots)} in {len(shapes)} parameters" if len(slots) < len(shapes) else ""
     return f"every shape fits{gaps}" if len(used) == len(choice.networks) else ""

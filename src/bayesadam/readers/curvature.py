@@ -242,20 +242,12 @@ def origin_of(match: Match) -> Origin:
     tracked, words = [entry for entry in match.entries if entry.reader is TRACKED], ""
     if tracked:
         counts = [entry.steps or 0.0 for entry in tracked]
+        few, many, batch_size = min(counts), max(counts), batch_size_or_tracked(match, None)
         every = max(int(entry.group.get(tracking.EVERY, 1)) for entry in tracked)
-        words = _in_words(len(tracked), min(counts), max(counts), every, batch_size_or_tracked(match, None))
+        words = f"{len(tracked)} parameter{'s' * (len(tracked) != 1)}, by {few:,g}{f' to {many:,g}' * (few != many)}"
+        words += " gradients, one a step" if every == 1 else f" gradients, at least one in {every:,} steps"
+        words += "" if batch_size is None else f": {many * batch_size:,g} examples"
     return Origin(match.optimizers, ends, min(betas, default=None), recorded, words)
-
-
-def _in_words(parameters: int, few: float, many: float, every: int, batch_size: int | None) -> str:
-    """What stands behind the second moments that `track` kept of so many parameters: gradients, fewest to most.
-
-    >>> print(_in_words(3, 20, 20, 10, 128))
-    3 parameters, by 20 gradients, at least one in 10 steps: 2,560 examples
-    """
-    text = f"{parameters} parameter{'s' * (parameters != 1)}, by {few:,g}{f' to {many:,g}' * (few != many)} gradients"
-    text += ", one a step" if every == 1 else f", at least one in {every:,} steps"
-    return text if batch_size is None else f"{text}: {many * batch_size:,g} examples"
 
 
 @damage_told()

@@ -8,7 +8,7 @@ a name is certain where all readings of them that fit (`_readings`) agree. All e
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -194,10 +194,9 @@ def match_state_dict(
         raise MatchError("not an optimiser's state dict: pass what it returned, for instance checkpoint['optimizer']")
     record, parameters = reader_named(reader), own_parameters(model)
     pairing = pair_by_names(state_dict, parameters, param_names)
-    if pairing is None:
-        slots = slots_of(state_dict, record)
-        # Here nobody can vouch for the groups.
-        pairing = pair(slots, shapes_listed(parameters, len(slots)), ordered=True, remedy="")
+    slots = slots_of(state_dict, record)
+    # Here nobody can vouch for the groups.
+    pairing = pairing or pair(slots, shapes_listed(parameters, len(slots)), ordered=True, remedy="")
     return _in_place(match_pairs(parameters, state_dict, record, pairing))
 
 
@@ -389,7 +388,9 @@ def pair(
         )
     answers: dict[tuple[str, ...], Pairing] = {}
     refusals: list[MatchError] = []
-    for readings in (_ruled(slots, shapes, rules), _readings(slots, shapes, ordered, in_order)):
+    groups = [list(group) for _, group in itertools.groupby(slots, key=lambda slot: slot.group)]
+    ruled = (("the trainer's rule", runs) for order in rules for runs in _filled(groups, filter(None, order), shapes))
+    for readings in (ruled, _readings(groups, shapes, ordered, in_order)):
         for why, runs in readings if not answers else ():
             try:
                 names = _selected(runs)
@@ -410,26 +411,19 @@ def pair(
     )
 
 
-def _grouped(slots: Sequence[Slot]) -> list[list[Slot]]:
-    return [list(group) for _, group in itertools.groupby(slots, key=lambda slot: slot.group)]
+def _filled(groups: Sequence[Sequence[Slot]], parts: Iterable[Sequence[str]], shapes: Shapes) -> Iterator[Runs]:
+    """The groups with the names that fill them exactly, if these do."""
+    parts = list(parts)
+    filling = [{name: shapes[name] for name in part if name in shapes} for part in parts]
+    if [len(part) for part in filling] == [len(part) for part in parts] == [len(group) for group in groups]:
+        yield list(zip(groups, filling, strict=True))
 
 
-def _ruled(
-    slots: Sequence[Slot], shapes: Shapes, rules: Sequence[Sequence[Sequence[str]]]
+def _readings(
+    groups: Sequence[Sequence[Slot]], shapes: Shapes, ordered: bool, in_order: bool
 ) -> Iterator[tuple[str, Runs]]:
-    """How the rules fill the groups: exactly, in a list of their length."""
-    groups = _grouped(slots)
-    for order in rules:
-        listed = [names for names in order if names]
-        if [len(names) for names in listed] == [len(group) for group in groups]:
-            parts = [{name: shapes[name] for name in names if name in shapes} for names in listed]
-            if all(len(part) == len(group) for part, group in zip(parts, groups, strict=True)):
-                yield "the trainer's rule", list(zip(groups, parts, strict=True))
-
-
-def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bool) -> Iterator[tuple[str, Runs]]:
     """How the groups may have been filled, in words: lists of keys, and the names that each selects from."""
-    groups = _grouped(slots)
+    slots = [slot for group in groups for slot in group]
     if not ordered or (len(groups) > 1 and not in_order):
         yield "shapes that occur once", [([slot], shapes) for slot in slots if slot.needed]
     if not ordered:
@@ -448,14 +442,14 @@ def _readings(slots: Sequence[Slot], shapes: Shapes, ordered: bool, in_order: bo
         yield "groups: each sorted by name", [(group, dict(sorted(shapes.items()))) for group in groups]
     wanted = {slot.shape for slot in slots}
     for words, kind in _SPLITS.items():
-        parts: dict[Hashable, dict[str, torch.Size]] = {}
+        parts: dict[Hashable, list[str]] = {}
         # What has no state's shape is a buffer.
         for name, shape in shapes.items():
             if shape in wanted or None in wanted:
-                parts.setdefault(kind(name, len(shape)), {})[name] = shape
-        for order in itertools.permutations(parts.values()) if len(parts) == len(groups) <= 3 else ():
-            if all(len(part) == len(group) for part, group in zip(order, groups, strict=True)):
-                yield f"groups: {words}, each in the model's order", list(zip(groups, order, strict=True))
+                parts.setdefault(kind(name, len(shape)), []).append(name)
+        for order in itertools.permutations(parts.values()) if len(parts) <= 3 else ():
+            for runs in _filled(groups, order, shapes):
+                yield f"groups: {words}, each in the model's order", runs
 
 
 def _selected(runs: Runs) -> dict[Hashable, str]:

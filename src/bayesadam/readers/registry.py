@@ -170,6 +170,11 @@ _GROUP = {"step": "group"}
 _NONE = {"statistic": "none"}
 _SUM = {"statistic": "sum", "key": "sum", "start": "initial_accumulator_value"}
 _RMS = {"key": "square_avg", "decay": ("alpha", None), "centre_key": "grad_avg", "coupled_decay": True}
+_MARKED_DECOUPLED = {"decoupled_flag": "decoupled_decay", "mark": "decoupled_decay"}
+_FROM_ONE = {
+    "start": 1.0,
+    "note": "Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
+}
 _BELIEF = {"key": "exp_avg_var", "maximum_key": "max_exp_avg_var", "decoupled_flag": "decoupled_decay"}
 _MAXIMUM = {
     "statistic": "root",
@@ -177,9 +182,9 @@ _MAXIMUM = {
     "decay": ("betas", 1),
     "note": "A running maximum of |g| is an upper estimate: the posterior is narrower than Adam's.",
 }
+_ADOPT = {"key": "exp_avg_sq", "decay": ("betas", 1), "coupled_decay": True, "decoupled_flag": "decoupled"}
 _SOAP = {"factors": rotated.listed, "bases": ("Q", "GG")}
 _TWO_SIDED = {"factors": rotated.two_sided, "bases": ("left", "right", rotated.LEFT_KEY, rotated.RIGHT_KEY)}
-_SAVED = f"{rotated.MOMENT_KEY} or {rotated.ROTATED_MOMENT_KEY}"
 _EIGHT_BITS = {
     "statistic": "quantised",
     "key": "state2",
@@ -196,7 +201,7 @@ _FREE = {
     "mean": _schedule_free,
     "note": "The mean is the average x that it trains, not the y at which it takes gradients.",
 }
-_PO, _BNB = "pytorch_optimizer.optimizer", "bitsandbytes.optim"
+_PO, _BNB, _SB3 = "pytorch_optimizer.optimizer", "bitsandbytes.optim", "stable_baselines3.common.sb2_compat"
 _MUONS = ("muon.Muon", "muon_clip.MuonClip", "adago.AdaGO", "adamuon.AdaMuon", "normuon.NorMuon")
 _SCHEDULE_FREE = (
     *("adamw_schedulefree.AdamWScheduleFree", "adamw_schedulefree_closure.AdamWScheduleFreeClosure"),
@@ -228,28 +233,28 @@ READERS: tuple[StateReader, ...] = (
         "soap-pytorch-optimizer", f"{_PO}.soap.SOAP", **_SOAP, **_GROUP, mark="max_precondition_dim", idle_steps=1
     ),
     # The second moments of a saved posterior, diagonal or Kronecker-factored.
-    _reader("published", "", **_TWO_SIDED, key=_SAVED, decay=(rotated.BETA_KEY, None), mark=rotated.SAVED_MARK),
+    _reader(
+        "published", "", **_TWO_SIDED, key=rotated.MOMENT_KEY, decay=(rotated.BETA_KEY, None), mark=rotated.SAVED_MARK
+    ),
     _reader("adagrad", "torch.optim.adagrad.Adagrad", **_SUM, coupled_decay=True),
     _average(
         "rmsprop",
         "torch.optim.rmsprop.RMSprop",
         **_RMS,
+        mark="foreach",
         note="RMSprop's own update leaves the bias towards zero in; the posterior divides it out.",
     ),
-    _average(
-        "rmsproptf",
-        "timm.optim.rmsprop_tf.RMSpropTF stable_baselines3.common.sb2_compat.rmsprop_tf_like.RMSpropTFLike",
-        **_RMS,
-        start=1.0,
-        decoupled_flag="decoupled_decay",
-        note="Its average starts at one; the start is subtracted, which leaves few digits before 10/(1−α) steps.",
-    ),
+    # A saved state of RMSpropTFLike looks as one of torch's before that had `foreach`: neither is told.
+    _average("rmsprop-old", "", **_RMS),
+    _average("rmsproptf-like", f"{_SB3}.rmsprop_tf_like.RMSpropTFLike", **_RMS, **_FROM_ONE),
+    _average("rmsproptf", "timm.optim.rmsprop_tf.RMSpropTF", **_RMS, **_FROM_ONE, **_MARKED_DECOUPLED),
     _average("adadelta", "torch.optim.adadelta.Adadelta", key="square_avg", decay=("rho", None), coupled_decay=True),
     _reader("adamax", "torch.optim.adamax.Adamax", **_MAXIMUM, coupled_decay=True),
-    # Its average starts from the first gradient, so it has no bias to correct.
+    # Averages that start from the first gradient have no bias to correct: Adafactor's, ADOPT's.
     _reader(
         "adafactor", "torch.optim.Adafactor torch.optim._adafactor.Adafactor", statistic="factored", key="variance"
     ),
+    _reader("adopt", "timm.optim.adopt.Adopt", **_ADOPT, mark="clip_exp"),
     _average("lamb", "timm.optim.lamb.Lamb", **_GROUP, mark="grad_averaging"),
     _average("fusedadam", "apex.optimizers.fused_adam.FusedAdam", **_GROUP, mark="bias_correction"),
     _average("adabelief", "timm.optim.adabelief.AdaBelief", **_BELIEF, coupled_decay=True),

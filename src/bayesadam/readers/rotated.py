@@ -25,8 +25,7 @@ from bayesadam.errors import MatchError
 # Adam's name where nothing is rotated. Other names elsewhere, so that no reader of Adam mistakes them for its own.
 PLAIN_KEY, ROTATED_KEY, LEFT_KEY, RIGHT_KEY = "exp_avg_sq", "rotated_exp_avg_sq", "left_basis", "right_basis"
 # Those of a saved posterior: v̂ itself, free of bias.
-MOMENT_KEY, ROTATED_MOMENT_KEY, BETA_KEY = "second_moment", "rotated_second_moment", "beta2"
-SAVED_MARK = "saved_posterior"
+MOMENT_KEY, BETA_KEY, SAVED_MARK = "second_moment", "beta2", "saved_posterior"
 State = Mapping[str, Any]
 Factors = tuple[Tensor, Sequence[Tensor | None]]
 
@@ -110,8 +109,7 @@ def weight_diagonal(stored: Tensor, bases: Sequence[Tensor | None]) -> Tensor:
 
 def two_sided(state: State, group: State, shape: torch.Size) -> Factors:
     """A left and a right basis of the matrix (first dimension, all others), as bayesadam itself stores them."""
-    keys = (ROTATED_MOMENT_KEY, MOMENT_KEY, ROTATED_KEY)
-    stored: Tensor = state[next((key for key in keys if key in state), PLAIN_KEY)]
+    stored: Tensor = state[next((key for key in (MOMENT_KEY, ROTATED_KEY) if key in state), PLAIN_KEY)]
     if stored.shape != shape:
         raise MatchError(f"a statistic has shape {tuple(stored.shape)}: the state belongs to another model")
     if len(shape) < 2:

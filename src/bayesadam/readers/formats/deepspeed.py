@@ -15,7 +15,7 @@ from torch import Tensor
 from bayesadam._files import damage_named
 from bayesadam.errors import FileError
 from bayesadam.readers.formats.contents import Contents, Network, Recorded, contents_of, describe
-from bayesadam.readers.formats.lazy import Lazy, meta
+from bayesadam.readers.formats.lazy import Lazy, gathered, meta
 from bayesadam.readers.formats.registry import Format
 from bayesadam.readers.formats.torch_files import load_tree
 
@@ -84,14 +84,11 @@ def _partitioned(folder: Path, saved: Mapping[str, Any], ranks: Sequence[Mapping
                 raise FileError(f"{folder}: the ranks' {name!r} is not that of {_MODEL}: different saves. {_COPY}")
         groups.append({**base_states[0]["param_groups"][number], "params": list(shapes)})
     # Both names of a tied tensor are in the model's file, one of them in the groups; buffers and frozen ones in none.
-    owner = {name: saved["shared_params"].get(name, name) for name in saved["module"]}
-    outline = {
-        name: masters[owner[name]].outline["weight"] if owner[name] in masters else tensor
-        for name, tensor in saved["module"].items()
-        if isinstance(tensor, Tensor)
-    }
+    module = {name: tensor for name, tensor in saved["module"].items() if isinstance(tensor, Tensor)}
+    owner = {name: saved["shared_params"].get(name, name) for name in module}
+    places = {name: (masters[one], "weight") if one in masters else (module, name) for name, one in owner.items()}
     return Contents(
-        networks=[Network(("module",), Lazy(outline, lambda name: masters[owner[name]]["weight"]))],
+        networks=[Network(("module",), gathered(places))],
         states={("optimizer",): {"state": states, "param_groups": groups}},
         summary=describe(saved),
         recorded=Recorded(step=saved["global_steps"]),

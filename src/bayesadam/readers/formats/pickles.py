@@ -32,14 +32,9 @@ _MODULES = "os|posix|nt|subprocess|commands|shutil|socket|sys|runpy|pty|ctypes|i
 _FUNCTIONS = "eval|exec|execfile|compile|open|__import__|input|breakpoint|print"
 _ACTING = re.compile(rf"({_MODULES})\..*|(builtins|__builtin__|io|_io)\.({_FUNCTIONS})", re.DOTALL)
 _SAME_NAME = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
-_STORAGES: dict[str, torch.dtype] = {
-    **{name: getattr(torch, name.lower()) for name in _SAME_NAME},
-    "Char": torch.int8,
-    "Byte": torch.uint8,
-    "Untyped": torch.uint8,
-    "ComplexDouble": torch.complex128,
-    "ComplexFloat": torch.complex64,
-}
+_STORAGES: dict[str, torch.dtype] = {name: getattr(torch, name.lower()) for name in _SAME_NAME}
+_STORAGES |= {"Char": torch.int8, "Byte": torch.uint8, "Untyped": torch.uint8}
+_STORAGES |= {"ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64}
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _DAMAGE = (
     *(pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, ValueError),

@@ -13,9 +13,9 @@ from bayesadam.errors import FileError
 from bayesadam.readers.compression import PROBE_KEY, moment, moment_shape, probe, widened
 from bayesadam.readers.curvature import RECORDED_MARK, Origin
 from bayesadam.readers.formats.contents import Contents, Keys, Network, Recorded
-from bayesadam.readers.formats.lazy import Lazy, meta, outline_of
+from bayesadam.readers.formats.lazy import Lazy, meta, outline_of, renamed
 from bayesadam.readers.formats.registry import Format, states_beside
-from bayesadam.readers.rotated import BETA_KEY, LEFT_KEY, MOMENT_KEY, RIGHT_KEY, ROTATED_MOMENT_KEY, SAVED_MARK
+from bayesadam.readers.rotated import BETA_KEY, LEFT_KEY, MOMENT_KEY, RIGHT_KEY, SAVED_MARK
 
 _ROLE = "second_moment"
 _SIDES = {LEFT_KEY: "left", RIGHT_KEY: "right"}
@@ -45,7 +45,7 @@ def _rewrite(source: Path, positions: Collection[Keys], weights: Callable[[Keys]
 def _read_posterior(path: Path) -> Contents:
     """The posterior's second moments as an optimiser's state, its mode as the weights."""
     tensors, header = read_mapped(path)
-    kind, has_weights, there = header.get("structure"), header.get("has_weights", True), outline_of(tensors)
+    kind, has_weights = header.get("structure"), header.get("has_weights", True)
     if kind not in ("diagonal", "kronecker"):
         loader = "Mixture.load" if kind == "mixture" else "Posterior.load"
         raise FileError(f"{path} holds a {kind} posterior, without second moments of weights: read it with {loader}")
@@ -58,9 +58,8 @@ def _read_posterior(path: Path) -> Contents:
                 raise FileError(f"{path} has a prior precision for each weight of {name!r}: use Posterior.load")
             groups.setdefault(prior[name] / n_data, []).append(name)
         states = {name: _state(path, tensors, name, origin.fewest) for name in names}
-        outline = {name: meta(tuple((t := there[f"mode.{name}"]).shape), t.dtype) for name in names if has_weights}
+        weights = renamed(tensors, {name: f"mode.{name}" for name in names if has_weights})
         last = (header.get("steps") or [None])[-1]
-    stored = Lazy(outline, lambda name: tensors[f"mode.{name}"])
     # An average without memory has β = 0.
     marks = {SAVED_MARK: True, BETA_KEY: origin.beta or 0.0, **({RECORDED_MARK: True} if origin.recorded else {})}
     summary = f"the posterior of {len(names)} parameters"
@@ -69,7 +68,7 @@ def _read_posterior(path: Path) -> Contents:
     origins = [*origin.optimizers, *([f"kept as {header['compress']}"] if header.get("compress") else [])]
     param_groups = [{"params": members, "weight_decay": decay, **marks} for decay, members in groups.items()]
     return Contents(
-        networks=[Network((), stored, ordered=False)] if has_weights else [],
+        networks=[Network((), weights, ordered=False)] if has_weights else [],
         states={(): {"state": states, "param_groups": param_groups}},
         summary=summary,
         recorded=Recorded(step=last, n_data=n_data, batch_size=settings.get("batch_size")),
@@ -80,20 +79,17 @@ def _read_posterior(path: Path) -> Contents:
 def _state(path: Path, tensors: Mapping[str, Tensor], name: str, steps: float | None) -> Lazy:
     """The state of one parameter, decoded when it is accessed, and a few of the weights that it belongs to."""
     there = outline_of(tensors)
-    bases = {key: there[f"{side}.{name}"] for key, side in _SIDES.items() if f"{side}.{name}" in there}
-    key = ROTATED_MOMENT_KEY if bases else MOMENT_KEY
+    bases = {key: stored for key, side in _SIDES.items() if (stored := f"{side}.{name}") in there}
     shape = moment_shape(there, f"{_ROLE}.{name}")
-    outline: dict[str, Any] = {key: meta(tuple(shape), torch.float32), PROBE_KEY: meta((), torch.float32)}
-    outline |= {side: meta(tuple(q.shape), q.dtype) for side, q in bases.items()}
-    outline |= {} if steps is None else {"step": steps}
+    outline: dict[str, Any] = {MOMENT_KEY: meta(tuple(shape), torch.float32), PROBE_KEY: meta((), torch.float32)}
+    outline |= {key: there[stored] for key, stored in bases.items()} | ({} if steps is None else {"step": steps})
 
     def read(wanted: str) -> Tensor:
         if wanted == PROBE_KEY:
             return tensors[f"probe.{name}"] if f"probe.{name}" in there else probe(tensors[f"mode.{name}"])
-        if wanted == key:
+        if wanted == MOMENT_KEY:
             return moment(tensors, f"{_ROLE}.{name}", str(path))
-        stored = f"{_SIDES[wanted]}.{name}"
-        return widened(stored, tensors[stored])
+        return widened(bases[wanted], tensors[bases[wanted]])
 
     return Lazy(outline, read)
 
