@@ -114,7 +114,7 @@ def test_it_prints_as_a_table(path: Path) -> None:
         {"prior_precision": {f"{layer}.{kind}": 1.0 + layer for layer in (0, 2, 4) for kind in ("weight", "bias")}},
         {"prior_precision": lambda posterior: {n: 1 + t.abs() for n, t in posterior.mode.items()}},
     ],
-    ids=str,
+    ids=["settings", "prior by name", "prior by weight"],
 )
 def test_of_a_saved_posterior_the_numbers_are_its_own(trained_pair: Any, tmp_path: Path, changes: Any) -> None:
     posterior = ba.Posterior.from_optimizer(*trained_pair, n_data=500)

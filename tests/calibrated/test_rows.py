@@ -148,8 +148,7 @@ def test_a_layer_that_some_examples_alone_reach_is_refused():
 def test_examples_that_are_alike_prove_nothing():
     """A first batch of zeros must not vouch for later ones."""
     net = ba.calibrate(Lambda(sequence_first, **pair()), batches(6, 3), likelihood="regression")
-    with pytest.warns(BayesAdamWarning, match="the inputs lie between 0 and 0"):
-        net(torch.zeros(3, 3, 3))
+    net(torch.zeros(3, 3, 3))
     with pytest.warns(BayesAdamWarning, match="not the examples in their order"):
         net(batches(3, 3, 1)[0][0])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import bayesadam as ba
 from bayesadam.compress import quantise
 from bayesadam.compress.rounding import Grid, grid_of, round_to, stacked
-from bayesadam.errors import FileError, MatchError, SettingError
+from bayesadam.errors import BayesAdamWarning, FileError, MatchError, SettingError
 from compress.cases_compress import error, posterior_of
 from floats import assert_close
 from predict.cases_networks import Lambda
@@ -180,6 +180,24 @@ def test_what_is_excluded_is_not_rounded(exclude: Any) -> None:
     assert torch.equal(small.model[4].weight, dense.mode["4.weight"]) == is_left
     assert ("4.weight" in small.grids) != is_left
     assert "0.weight" in small.grids
+
+
+def test_where_little_can_change_it_is_told() -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.head = nn.LSTM(6, 20, batch_first=True), nn.Linear(20, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.steps(x)[0][:, -1])
+
+    posterior, x = posterior_of(Steps()), torch.randn(60, 5, 6)
+    with pytest.warns(BayesAdamWarning, match=r"60 of 2,303 weights are rounded .* of steps.weight_hh_l0, .* none is"):
+        quantise(posterior, 4)
+    with pytest.warns(BayesAdamWarning, match="60 of 2,303 weights are pruned with inputs"):
+        ba.prune(posterior, 0.5, inputs=x)
+    quantise(posterior, 4, exclude="steps.*")
+    ba.prune(posterior, 0.5, inputs=x, exclude="steps.*")
 
 
 def test_without_inputs_the_bias_follows_only_what_is_known() -> None:

@@ -46,6 +46,7 @@ def failing(matrix: Any, w: Any, moments: Any) -> Any:
         (0, {"visit": failing}, "the visitor's own"),
         (0, {"inputs": torch.full((150, 4), torch.nan)}, "are not finite: look for NaN in the network's inputs"),
         (0, {"inputs": torch.full((150, 4), torch.inf)}, r"of 'layer\.weight' are not finite"),
+        (0, {"inputs": torch.ones(150, 4)}, "all inputs are the same"),
         (0, {"inputs": torch.zeros(150, 5)}, r"does not run on these inputs .*forward=lambda"),
         (
             0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
@@ -244,3 +245,12 @@ def test_a_sharded_posterior_is_to_be_gathered_first(posterior, left, right, met
     monkeypatch.setattr("bayesadam.predict.network.is_sharded", lambda tensor: True)
     with pytest.raises(SettingError, match=r"sharded over processes.*posterior\.gathered\(model\)"):
         METHODS[method](posterior, (left, right))
+
+
+def test_an_output_that_is_of_no_parameter_is_refused():
+    model, x = mlp(3, 4, 2), torch.randn(9, 3)
+    q, other = posterior_over(model), copy.deepcopy(model)
+    with pytest.raises(BayesAdamError, match=r"no_grad\(\), a detach\(\)"):
+        q.predict(x, likelihood="classification", forward=lambda model, batch: model(batch).detach())
+    with pytest.raises(BayesAdamError, match="call the model that it is given"):
+        q.predict(x, likelihood="classification", forward=lambda model, batch: other(batch))

@@ -178,7 +178,7 @@ def test_saving_replaces_a_file_only_when_complete(tmp_path, monkeypatch):
             q.save(place)
 
 
-def test_a_model_with_other_running_statistics_is_warned_of(tmp_path):
+def test_a_model_with_other_tensors_than_those_of_the_posterior_is_warned_of(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
     adam = torch.optim.Adam(model.parameters())
     train(model, adam, steps=5)
@@ -189,7 +189,18 @@ def test_a_model_with_other_running_statistics_is_warned_of(tmp_path):
         warnings.simplefilter("error")
         ba.Posterior.load(path, fresh)
     fresh[1].reset_running_stats()
-    with pytest.warns(BayesAdamWarning, match="running statistics are not those"):
+    with pytest.warns(BayesAdamWarning, match="running statistics or frozen weights are not those"):
+        ba.Posterior.load(path, fresh)
+    fresh, path = copy.deepcopy(model), tmp_path / "of the head.safetensors"
+    fresh[0].requires_grad_(False)
+    head = torch.optim.Adam(fresh[3].parameters())
+    train(fresh, head, steps=5)
+    ba.Posterior.from_optimizer(fresh, head, 100).save(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ba.Posterior.load(path, copy.deepcopy(fresh))
+    fresh[0].weight.data.neg_()
+    with pytest.warns(BayesAdamWarning, match=r"frozen weights are not those that .* \(first '0.weight', 1 in all\)"):
         ba.Posterior.load(path, fresh)
     assert not q.moved_statistics
     model(torch.randn(8, 3))

@@ -42,6 +42,11 @@ def load(
         if model is not None or forward is not None:
             raise SettingError(f"{os.fspath(path)!r} holds the program: ba.load(path), without a model or forward=")
         return programs.Program(*programs.read_program(path))
+    if suffix in (".pt", ".pth", ".ckpt", ".tar", ".bin"):
+        raise SettingError(
+            f"{os.fspath(path)!r} is a checkpoint by its name, which Posterior.from_checkpoint(path, model, n_data=…) "
+            "reads"
+        )
     if model is None:
         raise SettingError(
             f"{os.fspath(path)!r} holds weights and not the model: ba.load(path, model). A file of net.save('….pt2') "

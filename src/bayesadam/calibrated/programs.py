@@ -216,6 +216,11 @@ def export(program: Exported, path: AnyPath, example: object, about: dict[str, A
         except Exception as error:
             raise _not_traced("torch.export", error) from error
         if suffix == ".pt2":
+            # The file would hold the example, and all of the memory that it is a view of.
+            blank = pytree.tree_map(
+                lambda leaf: leaf.new_zeros(leaf.shape) if isinstance(leaf, Tensor) else leaf, example
+            )
+            exported.example_inputs = (blank,), {}
             extra = {_ABOUT: json.dumps(about, ensure_ascii=False)}
             with open(temporary, "wb") as file:
                 torch.export.save(exported, file, extra_files=extra)

@@ -7,8 +7,9 @@ held-out examples and w = h − l, an example is in range where
 
 l⁺ the largest of the held-out l_i, h⁻ the smallest of the h_i and w⁻ of the h_i − l_i, but for one in a hundred each.
 The outer ends are wide enough for noise, the inner ones tell of values that were divided or not normalised. Of one or
-two numbers an example, which are drawn on an axis beyond the data by intent, all margins are 3 w. A batch has left
-where more than half of its examples have. Fewer than 20 held-out examples make no range.
+two numbers an example, which are drawn on an axis beyond the data by intent, all margins are 3 w; of fewer than 32, as
+of a table's row, the numbers may well be alike, and their width is not compared. A batch has left where more than half
+of its examples have. Fewer than 20 held-out examples make no range.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 # The margins, in widths of the held-out range: outwards and inwards, those of few numbers, and an example's own width.
-_MARGINS, _OF_FEW, _FEW, _WIDTH = (0.75, 0.25), (3.0, 3.0), 2, 0.25
+_MARGINS, _OF_FEW, _FEW, _WIDTH, _ROW = (0.75, 0.25), (3.0, 3.0), 2, 0.25, 32
 # So many held-out examples make a range.
 _FEWEST = 20
 # The share of held-out examples that inner ends may leave out.
@@ -69,9 +70,10 @@ class InputRange:
     def bounds(self) -> Tensor:
         """The least and the greatest that l_i, h_i and h_i − l_i may be, (2, 3, 1); the equation above."""
         width, sizes = self.high - self.low, self.shape
-        few = sizes is not None and math.prod(n or _FEW + 1 for n in sizes) <= _FEW
-        outwards, inwards = (margin * width for margin in (_OF_FEW if few else _MARGINS))
-        least = self.low - outwards, self.lowest_high - inwards, _WIDTH * self.least_width
+        numbers = _ROW if sizes is None else math.prod(n or _ROW for n in sizes)
+        outwards, inwards = (margin * width for margin in (_OF_FEW if numbers <= _FEW else _MARGINS))
+        least_width = 0.0 if numbers < _ROW else _WIDTH * self.least_width
+        least = self.low - outwards, self.lowest_high - inwards, least_width
         return torch.tensor([least, (self.highest_low + inwards, self.high + outwards, math.inf)]).unsqueeze(2)
 
     def difference(self, leaf: Tensor) -> str | None:
@@ -88,13 +90,18 @@ class InputRange:
         out = 0 if not self.bounded else len(low) - int(inside(self.bounds.to(low.device), low, high).sum())
         if 2 * out <= len(low):
             return None
-        least, greatest, examples = float(low.min()), float(high.max()), f"{out} of {len(low)} examples"
-        if not (math.isfinite(least) and math.isfinite(greatest)):
-            return f"{inputs} hold NaN or infinities in {examples}: replace them, or leave those out"
-        within = ", but otherwise within an example" if self.low <= least and greatest <= self.high else ""
+        if lost := len(low) - int((low.isfinite() & high.isfinite()).sum()):
+            return f"{inputs} hold NaN or infinities in {lost} of {len(low)} examples: replace them, or leave those out"
+        least, greatest = float(low.min()), float(high.max())
+        within = (
+            f", most with values from below {self.highest_low:.3g} to above {self.lowest_high:.3g} in each example"
+            if self.low <= least and greatest <= self.high
+            else ""
+        )
         return (
             f"{inputs} lie between {least:.3g} and {greatest:.3g}, the held-out ones between {self.low:.3g} and "
-            f"{self.high:.3g}{within}: scale and normalise them as in training ({examples} have left the range)"
+            f"{self.high:.3g}{within}: scale and normalise them as in training ({out} of {len(low)} examples have left "
+            "the range)"
         )
 
     def _reordered(self, leaf: Tensor) -> bool:

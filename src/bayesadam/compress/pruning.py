@@ -26,7 +26,7 @@ from bayesadam.compress.ranking import (
     remaining,
     weight_scores,
 )
-from bayesadam.compress.report import PruningReport
+from bayesadam.compress.report import PruningReport, warn_of_whole
 from bayesadam.compress.sensitivity import sensitivities
 from bayesadam.compress.solving import Moments
 from bayesadam.compress.walking import Walk
@@ -97,11 +97,15 @@ def prune(
     check_amount(fraction, scope, pattern)
     steps, layers = _steps(fraction, pattern, rounds), layers_for(posterior, inputs, posterior.mode, forward)
     only = None if layers is None else {matrix.weight for matrix in layers.matrices.values()}
-    if only is not None and only <= excluded(posterior, exclude):
+    left = excluded(posterior, exclude)
+    if only is not None and only <= left:
         raise MatchError(
             "inputs can make up for nothing that is pruned: there is no linear layer, convolution or attention of "
             "torch's own among what may be pruned. Prune without inputs="
         )
+    if only is not None:
+        sizes = {name: shape.numel() for name, shape in posterior.shapes.items()}
+        warn_of_whole({name: n for name, n in sizes.items() if name not in left}, only, "pruned with inputs")
     # Only rankings by moments see what the inputs say of them.
     moments = posterior.curvature.independent and how["ranking"] in ("snr", "saliency", "between")
     walk = layers if isinstance(layers, Walk) and moments else None

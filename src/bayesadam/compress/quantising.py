@@ -18,7 +18,7 @@ from bayesadam._extras import require
 from bayesadam.compress.conditioning import Factors
 from bayesadam.compress.packing import KIND, packed, report_of
 from bayesadam.compress.ranking import Exclude, excluded
-from bayesadam.compress.report import PruningReport
+from bayesadam.compress.report import PruningReport, warn_of_whole
 from bayesadam.compress.rounding import BITS, Grid, round_to, stacked
 from bayesadam.compress.solving import Moments, conditional
 from bayesadam.compress.walking import Walk
@@ -146,6 +146,9 @@ def quantise(
     else:
         for tensor in model.state_dict().values():
             tensor.copy_(_halved(tensor))
+    may = {name: weight.numel() for name, weight in own.items() if name not in whole}
+    if bits < 16:
+        warn_of_whole(may, parts, "rounded to few bits")
     wholes = {x.weight: replace(x, shape=own[x.weight].shape, rows=None) for x in listed}
     grids = {name: (stacked(grids), wholes[name]) for name, grids in parts.items()}
     return Quantised(model, grids, moved)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from bayesadam._tables import aligned
+from bayesadam._warnings import warn
 from bayesadam.readers import Checkpoint
 from bayesadam.weights.named import AnyPath, Named
 
@@ -67,3 +68,14 @@ def _notes(checkpoint: Checkpoint, states: int, is_whole: bool) -> tuple[str, ..
     copies = listed(network.path for network, _ in checkpoint.copies.values())
     dense = [f"{listed(checkpoint.left)} left as it was"] if checkpoint.left else []
     return (read, *([f"pruned by the same masks: {copies}"] if copies else []), *dense, *checkpoint.notes)
+
+
+def warn_of_whole(may: Mapping[str, int], done: Collection[str], what: str) -> None:
+    """Warn where less than half of the weights that may change are of the matrices that can: sizes by name."""
+    total, some = sum(may.values()), sum(size for name, size in may.items() if name in done)
+    if 2 * some < total:
+        left = sorted((name for name in may if name not in done), key=lambda name: -may[name])
+        warn(
+            f"{some:,} of {total:,} weights are {what}, those of linear layers, convolutions and attention; of "
+            f"{', '.join(left[:4])} none is"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
 
 from bayesadam._progress import Bar
 from bayesadam._warnings import warn
 from bayesadam.compress.solving import Moments
 from bayesadam.errors import MatchError
-from bayesadam.predict.batches import batch_size, inputs_of, parts
+from bayesadam.predict.batches import batch_size, examples, inputs_of, is_batched, is_ragged, parts
 from bayesadam.predict.matrices import Matrix, matrices_of
 from bayesadam.predict.network import Call, Forward, evaluating, widened
 from bayesadam.predict.recording import attention, linear
@@ -214,6 +215,8 @@ class Walk:
                 "targets, or a loader of (inputs, targets), or pass forward=lambda model, batch: ... Mappings that are "
                 "examples and no batches are given as [examples]"
             ) from error
+        if n > 1 and _are_alike(batches):
+            raise MatchError("all inputs are the same, which say nothing of the layers: give a few hundred others")
         if n < _FEWEST:
             warn(f"{n} inputs say little of any layer: give a few hundred")
         if unmet := [name for name in matrices if name not in seen]:
@@ -308,6 +311,16 @@ class Walk:
 
 def _name(use: Use | None) -> str | None:
     return None if use is None else use.matrix.name
+
+
+def _are_alike(batches: Sequence[Any]) -> bool:
+    """Whether every tensor has the same finite numbers for all examples."""
+    if any(map(is_ragged, batches)):
+        return False
+    first = pytree.tree_leaves(examples(batches[0], 0, 1))
+    leaves = ((pytree.tree_leaves(batch), batch_size(batch)) for batch in batches)
+    pairs = ((leaf, one) for each, n in leaves for leaf, one in zip(each, first, strict=False) if is_batched(leaf, n))
+    return all(leaf.shape[1:] == one.shape[1:] and bool(((leaf == one) & one.isfinite()).all()) for leaf, one in pairs)
 
 
 def _in_order(passes: Iterable[Iterable[str]]) -> list[str]:

@@ -94,6 +94,8 @@ def _examined(call: Call, inputs: Any, shared: tuple[str, ...], at_once: int) ->
     else:
         along = list(vector_jacobian(flat, edges, r.expand_as(flat)))
     reached = {i: d for i, d in enumerate(along[len(ends) :]) if d is not None}
+    if not reached and all(grad is None for grad in grads):
+        raise _independent("does forward(model, inputs) call the model that it is given, not another of that name")
     weighted = grads[len(call.leaves) :]
     apart = {
         outlet for outlet, d, of_s in zip(outlets, along, weighted, strict=False) if _is_apart(outlet[1], d, of_s, s)
@@ -283,12 +285,16 @@ def _check_output(output: Tensor, size: int) -> None:
     """The batch comes first, and the output depends on the weights."""
     require_rows(output, size)
     if not output.requires_grad:
-        raise BayesAdamError(
-            "the model's output does not depend on the posterior's parameters in a way that can be differentiated: is "
-            "there a torch.no_grad(), a detach() or an argmax in its forward?"
-        )
+        raise _independent("is there a torch.no_grad(), a detach() or an argmax in its forward")
     if output.numel() == 0:
         raise MatchError(f"the model returned no outputs: its output has shape {tuple(output.shape)}")
+
+
+def _independent(doubt: str) -> BayesAdamError:
+    return BayesAdamError(
+        "the model's output does not depend on the posterior's parameters in a way that can be differentiated: "
+        f"{doubt}?"
+    )
 
 
 def check_alone(call: Call, inputs: Any, output: Tensor) -> None:

@@ -193,6 +193,8 @@ class BadamRegressor(MultiOutputMixin, RegressorMixin, _Badam):  # type: ignore[
             raise SettingError(f"likelihood must be one of {('auto', *_REGRESSIONS)}, got {self.likelihood!r}")
         x, parts = self._split(rows, np.zeros(len(values)))
         columns = values.reshape(len(values), -1).astype(np.float64)
+        if len(columns) < _FEWEST_HELD_OUT:
+            warn(f"{len(columns)} rows are too few for intervals that hold their level: it takes about twenty")
         fits, names = [], [self.likelihood]
         if self.likelihood == "auto":
             few = sum(len(part.held_out) for part in parts) < _FEWEST_HELD_OUT

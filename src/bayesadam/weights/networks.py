@@ -1,13 +1,13 @@
 """What posteriors ask of a network, and write to it: weights, rows for padding, running statistics of batch norms.
 
-Predictions depend on running statistics and no posterior holds them, so there are checks.
+Predictions depend on running statistics and on frozen weights, and no posterior holds them, so there are checks.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from bayesadam.weights.named import AnyPath, Named
 _NAMES = ("running_mean", "running_var")
 # Squares of gradients that are nothing but rounding, over those of their layer's weight.
 _ROUNDING = 1e-6
+# Statistics are of about so many numbers of a tensor.
+_SAMPLE = 1 << 16
 
 
 def running_statistics(model: nn.Module) -> dict[str, list[float]]:
@@ -31,11 +33,21 @@ def running_statistics(model: nn.Module) -> dict[str, list[float]]:
     >>> running_statistics(nn.BatchNorm1d(4))
     {'running_mean': [0.0, 0.0], 'running_var': [1.0, 2.0]}
     """
-    return {
-        name: [float(buffer.double().mean()), float(buffer.double().norm())]
-        for name, buffer in unwrap(model).named_buffers()
-        if name.rpartition(".")[2] in _NAMES and buffer.numel() and not is_sharded(buffer)
-    }
+    named = unwrap(model).named_buffers()
+    return _statistics((name, buffer) for name, buffer in named if name.rpartition(".")[2] in _NAMES)
+
+
+def unheld_statistics(model: nn.Module, held: Collection[str]) -> dict[str, list[float]]:
+    """The same of the running statistics and of the parameters that a posterior does not hold, such as frozen ones."""
+    rest = ((name, p) for name, p in unwrap(model).named_parameters() if name not in held and p.is_floating_point())
+    return running_statistics(model) | _statistics(rest)
+
+
+def _statistics(named: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
+    """Mean and norm of each tensor, of a large one those of every k-th number."""
+    parts = {name: tensor.detach() for name, tensor in named if tensor.numel() and not is_sharded(tensor)}
+    few = {name: part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].double() for name, part in parts.items()}
+    return {name: [float(part.mean()), float(part.norm())] for name, part in few.items()}
 
 
 def writes_to_statistics(model: nn.Module) -> int:
@@ -46,10 +58,11 @@ def writes_to_statistics(model: nn.Module) -> int:
 
 
 def other_statistics(saved: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """The running statistics of a model that are not the saved ones."""
+    """The tensors of a model whose statistics are not the saved ones."""
     close = partial(math.isclose, rel_tol=1e-3, abs_tol=1e-6)
-    now = running_statistics(model)
-    return [name for name in now if name in saved and not all(map(close, now[name], saved[name]))]
+    named = [*unwrap(model).named_buffers(), *unwrap(model).named_parameters()]
+    now = _statistics((name, tensor) for name, tensor in named if name in saved)
+    return [name for name in now if not all(map(close, now[name], saved[name]))]
 
 
 def norm_widths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -81,12 +94,12 @@ def biases_before_norms(
 
 
 def warn_of_other_statistics(path: AnyPath, saved: Mapping[str, Any], model: nn.Module) -> None:
-    """Warn where a posterior was saved with other statistics than the model has."""
+    """Warn where a posterior was saved beside other tensors, which it does not hold, than the model has."""
     if other := other_statistics(saved, model):
         warn(
-            f"the model's running statistics are not those that {path} was saved with (first {other[0]!r}, "
-            f"{len(other)} in all): predictions would be another network's. Load the model's own state dict before "
-            "the posterior"
+            f"the model's running statistics or frozen weights are not those that {path} was saved with (first "
+            f"{other[0]!r}, {len(other)} in all): predictions would be another network's. Load the model's own state "
+            "dict before the posterior"
         )
 
 

@@ -34,6 +34,7 @@ from bayesadam.weights.networks import (
     copy_into,
     padding_rows,
     running_statistics,
+    unheld_statistics,
     warn_of_other_statistics,
     writes_to_statistics,
 )
@@ -282,8 +283,8 @@ class Posterior(Gaussian):
         """Read a saved posterior for `model`, plain or sharded, which gets its mean as weights.
 
         A file without weights leaves the model's as they are, which must be those that were trained: they are compared
-        with a few numbers. Running statistics of batch norms are not in the file: a warning says where the model's are
-        not those it was saved with.
+        with a few numbers. Running statistics of batch norms and frozen weights are not in the file: a warning says
+        where the model's are not those it was saved with.
         """
         own_parameters(model)
         tensors, header = read_folder(path) if os.path.isdir(path) else storage.read(path)
@@ -320,7 +321,7 @@ class Posterior(Gaussian):
             "likelihood": self.likelihood,
             "noise_variance": None if self.noise_variance is None else self.noise_variance.double().tolist(),
             "temperature": self.temperature,
-            "running_statistics": running_statistics(self.model),
+            "running_statistics": unheld_statistics(self.model, self.mode),
         }
         return tensors, header
 
