@@ -251,6 +251,6 @@ def test_an_output_that_is_of_no_parameter_is_refused():
     model, x = mlp(3, 4, 2), torch.randn(9, 3)
     q, other = posterior_over(model), copy.deepcopy(model)
     with pytest.raises(BayesAdamError, match=r"no_grad\(\), a detach\(\)"):
-        q.predict(x, likelihood="classification", forward=lambda model, batch: model(batch).detach())
+        outcome(q, x, "linearised", forward=lambda model, batch: model(batch).detach())
     with pytest.raises(BayesAdamError, match="call the model that it is given"):
-        q.predict(x, likelihood="classification", forward=lambda model, batch: other(batch))
+        outcome(q, x, "linearised", forward=lambda model, batch: other(batch))
