@@ -64,6 +64,8 @@ def test_it_compiles_whole(name):
 
 NETWORKS: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...]]] = {
     "perceptron": (lambda k: nn.Linear(6, k), (6,)),
+    # Of factors of few columns.
+    "wide": (lambda k: nn.Sequential(nn.Linear(400, 300), nn.Tanh(), nn.Linear(300, k)), (400,)),
     "cnn": (
         lambda k: nn.Sequential(
             nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, k)

@@ -298,7 +298,7 @@ def _lengths(a: Tensor, w: Tensor, back: Tensor | None = None, rest: Tensor | No
     if back is not None and rest is not None:
         along = torch.bmm(a, w)
         left = torch.baddbmm(a * rest.to(a), along, back.to(a), alpha=-1)
-        return torch.hypot(_length(along), _length(left))
+        return _length(torch.stack([_length(along), _length(left)], dim=2))
     if w.dim() == 4:
         return _length(_length(_blocks(a, *w.shape[1:3]) @ w).movedim(1, -1))
     return _length(a * w[:, None] if w.dim() == 2 else torch.bmm(a, w))
