@@ -204,10 +204,10 @@ def dense() -> tuple[ba.Posterior, Tensor]:
 
 
 def pruner_of(posterior: ba.Posterior, ratio: float, *, everywhere: bool = False) -> Any:
+    pruner: Any = pytest.importorskip("torch_pruning").pruner.BasePruner
     small = copy.deepcopy(posterior.model)
     how = ba.compress.importance(posterior, small)
     options = {"pruning_ratio": ratio, "ignored_layers": [small.head], "global_pruning": everywhere}
-    pruner: Any = pytest.importorskip("torch_pruning").pruner.BasePruner
     return pruner(small, torch.zeros(1, 2, 6, 6), how, **options)
 
 
