@@ -199,6 +199,7 @@ def test_a_model_with_other_tensors_than_those_of_the_posterior_is_warned_of(tmp
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ba.Posterior.load(path, copy.deepcopy(fresh))
+        ba.Posterior.load(path, copy.deepcopy(fresh).bfloat16())
     fresh[0].weight.data.neg_()
     with pytest.warns(BayesAdamWarning, match=r"frozen weights are not those that .* \(first '0.weight', 1 in all\)"):
         ba.Posterior.load(path, fresh)

@@ -314,13 +314,14 @@ def _name(use: Use | None) -> str | None:
 
 
 def _are_alike(batches: Sequence[Any]) -> bool:
-    """Whether every tensor has the same finite numbers for all examples."""
+    """Whether every tensor with a row for each example, of one at least, has the same finite numbers for all."""
     if any(map(is_ragged, batches)):
         return False
     first = pytree.tree_leaves(examples(batches[0], 0, 1))
     leaves = ((pytree.tree_leaves(batch), batch_size(batch)) for batch in batches)
-    pairs = ((leaf, one) for each, n in leaves for leaf, one in zip(each, first, strict=False) if is_batched(leaf, n))
-    return all(leaf.shape[1:] == one.shape[1:] and bool(((leaf == one) & one.isfinite()).all()) for leaf, one in pairs)
+    pairs = [(leaf, one) for each, n in leaves for leaf, one in zip(each, first, strict=False) if is_batched(leaf, n)]
+    alike = (leaf.shape[1:] == one.shape[1:] and bool(((leaf == one) & one.isfinite()).all()) for leaf, one in pairs)
+    return bool(pairs) and all(alike)
 
 
 def _in_order(passes: Iterable[Iterable[str]]) -> list[str]:
